@@ -288,7 +288,8 @@ def _parse(layout: str, shape: tuple[int, ...]) -> dict[str, dict[str, int]]:
         else:
             layout_axes[own or f"({split})"] = _split_sizes(split, left.pop(0))
     assert not left, f"layout {layout!r} does not name every axis of shape {shape}"
-    assert len(_sizes(layout_axes)) == sum(len(factors) for factors in layout_axes.values())
+    assert len(layout_axes) == len(shape), f"layout {layout!r} gives a name twice"
+    assert len(_sizes(layout_axes)) == sum(map(len, layout_axes.values())), f"layout {layout!r} gives a name twice"
     return layout_axes
 
 
