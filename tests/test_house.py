@@ -13,6 +13,7 @@ import pytest
 
 import normjax as nj
 from benchmarks import accuracy
+from benchmarks.stress import inputs
 from normjax._extras import require
 
 ROOT = Path(__file__).parents[1]
@@ -125,7 +126,7 @@ def test_a_row_of_the_family_table_is_a_call_that_works(row, rng):
     assert (ROOT / re.search(r"\((.*)\)", where).group(1)).is_file()
 
 
-@pytest.mark.parametrize("train, use_batch_stats, what, state", table_after("## Training and evaluation"))
+@pytest.mark.parametrize(("train", "use_batch_stats", "what", "state"), table_after("## Training and evaluation"))
 def test_a_row_of_the_mode_table_is_what_happens(train, use_batch_stats, what, state, rng):
     x = jnp.asarray(rng.normal(size=(8, 3)) + 5, jnp.float32)
     given = nj.BatchStats.init(C=3)
@@ -163,11 +164,11 @@ def test_the_accuracy_table_of_the_readme_has_the_rows_that_the_command_prints()
     assert [line.split(" | ")[-1] for line in written] == [line.split(" | ")[-1] for line in printed]
 
 
-@pytest.mark.parametrize("name, family, errors", accuracy.rows(), ids=lambda value: str(value)[:50])
-def test_normjax_is_within_its_bound_on_every_stress_input(name, family, errors):
+@pytest.mark.parametrize("stress", inputs(), ids=lambda stress: f"{stress.family}: {stress.name}")
+def test_normjax_is_within_its_bound_on_every_stress_input(stress):
     # The contract: 1e-6, and 1e-5 on the inputs built against the first eighth that the statistics start from.
-    built_against = "first eighth" in name or "one entry" in name
-    assert errors["normjax"] <= (1e-5 if built_against else 1e-6)
+    built_against = "first eighth" in stress.name or "one entry" in stress.name
+    assert stress.error(accuracy.by_normjax(stress)) <= (1e-5 if built_against else 1e-6)
 
 
 def test_the_core_needs_jax_alone():
