@@ -9,7 +9,7 @@ import normjax as nj
 
 assert "site-packages" in nj.__file__, nj.__file__
 assert importlib.resources.files("normjax").joinpath("py.typed").is_file()
-assert not any(importlib.util.find_spec(name) for name in ("flax", "optax", "tyro", "matplotlib"))
+assert not any(importlib.util.find_spec(name) for name in ("flax", "optax", "rich", "matplotlib"))
 
 y, state = nj.batch_norm([[1.0], [3.0]], None, nj.BatchStats.init(C=1), layout="N C", axis_names="N", train=True)
 assert y.shape == (2, 1)
