@@ -47,10 +47,10 @@ class Case:
         return int(np.prod([self.wide[axis] for axis in self.axes]))
 
 
-IMAGE = {"shape": (3, 4, 2, 6), "wide": (3, 4, 2, 6)}
+IMAGE = {"shape": (2, 3, 2, 6), "wide": (2, 3, 2, 6)}
 BATCH = {**IMAGE, "layout": "N H W C", "axis_names": "N H W", "axes": (0, 1, 2)}
 CHANNEL = {"names": "C", "stored": (6,), "affine": (6,)}
-GROUPS = {"shape": (3, 4, 2, 6), "layout": "N H W C=(G=2 K)", "axis_names": "H W K", "wide": (3, 4, 2, 2, 3)}
+GROUPS = {"shape": (2, 3, 2, 6), "layout": "N H W C=(G=2 K)", "axis_names": "H W K", "wide": (2, 3, 2, 2, 3)}
 CASES = {
     "batch": Case(**BATCH, **CHANNEL),
     "batch without affine": Case(**BATCH),
@@ -67,9 +67,9 @@ CASES = {
     "ghost by block": Case((8, 5), "(n=4 B) C", "n", (4, 2, 5), (0,), "C", (5,), (5,)),
     "masked": Case(**BATCH, **CHANNEL, masked=0.4),
     "masked, whole groups": Case((12, 3), "N D", "D", (12, 3), (1,), "D", (3,), (3,), masked=0.6),
-    "conditional": Case(**BATCH, names="N C", stored=(3, 6), affine=(3, 1, 1, 6)),
-    "conditional, masked": Case(**BATCH, names="N C", stored=(3, 6), affine=(3, 1, 1, 6), masked=0.4),
-    "scale for each position": Case(**BATCH, names="N H W C", stored=(3, 4, 2, 6), affine=(3, 4, 2, 6)),
+    "conditional": Case(**BATCH, names="N C", stored=(2, 6), affine=(2, 1, 1, 6)),
+    "conditional, masked": Case(**BATCH, names="N C", stored=(2, 6), affine=(2, 1, 1, 6), masked=0.4),
+    "scale for each position": Case(**BATCH, names="N H W C", stored=(2, 3, 2, 6), affine=(2, 3, 2, 6)),
     "zero-centred": Case((5, 7), "N D", "D", (5, 7), (1,), "D", (7,), (7,), zero_centered=True),
     "frozen": Case(**BATCH, **CHANNEL, stats=(6,)),
     "frozen, masked": Case(**BATCH, **CHANNEL, stats=(6,), masked=0.4),
