@@ -1,0 +1,48 @@
+"""Normalisation in which the caller names the axes that share a mean.
+
+The rooms:
+  _axes.py         layout and axis_names: the grammar, `Spec`, every axis error, `describe`
+  _derivatives.py  the two maps that a norm is made of, and the only backward
+  _mapped.py       statistics across vmap, pmap and shard_map axes
+  _moments.py      `Moments`: count, mean and variance of a group; `merge`
+  _normalize.py    `Affine` and the core, `normalize`
+  _running.py      `BatchStats`, `Ema`, `Cumulative`, `update`, `pool_stats`
+  _family.py       `batch_norm` … `rms_norm`: checks, then the core
+  _decay.py        `decay_mask`
+  _pytree.py       what the three pytrees share
+  reference.py     the textbook in NumPy float64, to test against
+  lab/, cli.py     `normjax train`
+"""
+
+from normjax._axes import describe
+from normjax._decay import decay_mask
+from normjax._family import batch_norm, group_norm, instance_norm, layer_norm, rms_norm, sync_batch_norm
+from normjax._moments import Moments, merge, moments
+from normjax._normalize import Affine, normalize
+from normjax._pytree import teach_flax as _teach_flax
+from normjax._running import BatchStats, Cumulative, Ema, pool_stats, update
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Affine",
+    "BatchStats",
+    "Cumulative",
+    "Ema",
+    "Moments",
+    "batch_norm",
+    "decay_mask",
+    "describe",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "merge",
+    "moments",
+    "normalize",
+    "pool_stats",
+    "rms_norm",
+    "sync_batch_norm",
+    "update",
+]
+
+_teach_flax()

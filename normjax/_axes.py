@@ -1,0 +1,408 @@
+"""Layout and axis_names: the grammar, its resolution for one shape (`Spec`), and every error about axes.
+
+A layout names every axis of an array in order, `"N H W C"`. A split axis, `"C=(G=32 K)"`, is one array axis made of
+named factors; arithmetic runs on the *expanded* shape, in which each factor is an axis of its own. Statistics keep that
+rank, with size 1 where axes were reduced, until they leave the library (`Spec.collapse`).
+"""
+
+import dataclasses
+import difflib
+import functools
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import jax.numpy as jnp
+
+ELLIPSIS = "..."
+_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_TOKEN = re.compile(r"(?:[^\s()=]*=)?\([^()]*\)|[^\s()]+")
+
+
+def count_word(n: int) -> str:
+    """3 → "three"."""
+    return _WORDS[n] if 0 <= n < len(_WORDS) else str(n)
+
+
+def axes_phrase(n: int) -> str:
+    """1 → "one axis", 4 → "four axes"."""
+    return f"{count_word(n)} {'axis' if n == 1 else 'axes'}"
+
+
+def quote(names: Iterable[str]) -> str:
+    """("H", "W") → "'H', 'W'"."""
+    return ", ".join(repr(name) for name in names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One array axis as the layout writes it: its own name, if any, and a split axis' factors with their sizes."""
+
+    name: str | None
+    factors: tuple[tuple[str, int | None], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that the axis brings: its own and its factors'."""
+        own = () if self.name is None else (self.name,)
+        return own + tuple(name for name, _ in self.factors)
+
+    def __str__(self) -> str:
+        inner = " ".join(name if size is None else f"{name}={size}" for name, size in self.factors)
+        return self.name or "" if not inner else f"{self.name}=({inner})" if self.name else f"({inner})"
+
+
+@functools.lru_cache(maxsize=512)
+def parse_layout(fn: str, layout: str) -> tuple[Axis, ...]:
+    """The axes of a layout; raises ValueError, in the name of `fn`, where it breaks the grammar."""
+    if not isinstance(layout, str):
+        raise TypeError(f'{fn}: layout must be a string that names every axis, such as "N H W C"; got {layout!r}.')
+
+    def fail(rule: str) -> NoReturn:
+        raise ValueError(f'{fn}: layout="{layout}": {rule}')
+
+    if re.search(r"[()]", re.sub(r"\([^()]*\)", "", layout)):
+        fail('its parentheses do not pair up, or nest; a split axis is written "C=(G=32 K)" or "(G=32 K)".')
+    axes = []
+    for token in _TOKEN.findall(re.sub(r"\s*=\s*", "=", layout)):
+        if token == ELLIPSIS:
+            axes.append(Axis(ELLIPSIS))
+        elif token.endswith(")"):
+            own, inner = token[:-1].split("(", 1)
+            own = own.removesuffix("=")
+            if own:
+                _check_name(own, fail)
+            axes.append(Axis(own or None, _parse_factors(inner, fail)))
+        elif "=" in token:
+            fail(f"sizes stand only inside parentheses, as in \"C=(G=32 K)\"; '{token}' gives one to a plain axis.")
+        else:
+            _check_name(token, fail)
+            axes.append(Axis(token))
+    names = [name for axis in axes for name in axis.names]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        fail(f"{quote(twice)} stands twice; every axis and factor needs a name of its own.")
+    return tuple(axes)
+
+
+def _parse_factors(inner: str, fail) -> tuple[tuple[str, int | None], ...]:
+    factors = []
+    for token in inner.split():
+        name, _, size = token.partition("=")
+        _check_name(name, fail)
+        if "=" in token and not (size.isdecimal() and int(size) > 0):
+            fail(f"the size of factor '{name}' must be a positive integer, not '{size}'.")
+        factors.append((name, int(size) if size else None))
+    if not factors:
+        fail('a split axis needs at least one factor inside its parentheses, as in "C=(G=32 K)".')
+    if sum(size is None for _, size in factors) > 1:
+        open_ = [name for name, size in factors if size is None]
+        fail(f"at most one factor of a split axis leaves its size out; {quote(open_)} do.")
+    return tuple(factors)
+
+
+def _check_name(name: str, fail) -> None:
+    if not name.isidentifier():
+        fail(f"'{name}' is not a name; names are words such as N or time, separated by spaces.")
+
+
+def parse_names(fn: str, axis_names: Any, argument: str = "axis_names") -> tuple[str, ...]:
+    """The names of a reduction spec: `"N H W data"` or an iterable of names."""
+    if isinstance(axis_names, str):
+        names = tuple(axis_names.split())
+    elif isinstance(axis_names, Iterable):
+        names = tuple(axis_names)
+    else:
+        raise TypeError(f'{fn}: {argument} must be a string such as "N H W" or a tuple of names; got {axis_names!r}.')
+    if not names:
+        raise ValueError(f"{fn}: {argument}={axis_names!r} names no axis; name the axes whose entries share a mean.")
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{fn}: {argument}={axis_names!r}: names are strings; got {name!r}.")
+        if name != ELLIPSIS and not name.isidentifier():
+            raise ValueError(f"{fn}: {argument}={axis_names!r}: '{name}' is not a name; separate names by spaces.")
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ValueError(f"{fn}: {argument}={axis_names!r}: {quote(twice)} is given twice.")
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A layout and its axis_names resolved for one shape. Hashable, so it may be a static argument."""
+
+    fn: str
+    layout: str
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    expanded: tuple[int, ...]
+    names: tuple[str | None, ...]  # of the expanded axes; None: unnamed, or a split axis that was left whole
+    ranges: tuple[tuple[Axis, int, int], ...]  # each array axis and where its expanded axes start and stop
+    reduced: tuple[int, ...]  # expanded axes that axis_names pools
+    mapped: tuple[str, ...]  # names that the layout does not have
+
+    @property
+    def group_size(self) -> int:
+        """How many entries of the array share a mean, before masks and mapped axes."""
+        return math.prod(self.expanded[i] for i in self.reduced)
+
+    @property
+    def described(self) -> str:
+        """For errors: `layout "N C H W", shape (8, 64, 7, 7)`."""
+        return f'layout "{self.layout}", shape {self.shape}'
+
+    def positions(self, name: str) -> tuple[int, ...]:
+        """The expanded axes that a name stands for; () for a name that is not in the layout."""
+        if name == ELLIPSIS:
+            return tuple(i for axis, start, stop in self.ranges if axis.name == ELLIPSIS for i in range(start, stop))
+        for axis, start, stop in self.ranges:
+            if axis.name == name:
+                return tuple(range(start, stop))
+            for i in range(start, stop):
+                if self.names[i] == name and axis.name != ELLIPSIS:
+                    return (i,)
+        return ()
+
+    def is_reduced(self, name: str) -> bool:
+        """Whether axis_names pools the axis, or any factor of it."""
+        return any(i in self.reduced for i in self.positions(name))
+
+    def is_wholly_reduced(self, name: str) -> bool:
+        """Whether axis_names pools the axis with all its factors."""
+        return all(i in self.reduced for i in self.positions(name))
+
+    def expand(self, x):
+        """An array of x's shape, with every split axis spread over its factors."""
+        return x if self.expanded == self.shape else jnp.reshape(x, self.expanded)
+
+    def expand_mask(self, where):
+        """A mask (each size 1 or x's), with every split axis spread over its factors."""
+        sizes = []
+        for size, (_, start, stop) in zip(where.shape, self._per_array_axis(), strict=True):
+            sizes += [1] * (stop - start) if size == 1 else self.expanded[start:stop]
+        return jnp.reshape(where, sizes)
+
+    def _per_array_axis(self):
+        for axis, start, stop in self.ranges:
+            if axis.name == ELLIPSIS:
+                yield from ((axis, i, i + 1) for i in range(start, stop))
+            else:
+                yield axis, start, stop
+
+    def align(self, array, names: tuple[str, ...], what: str, cure: str = ""):
+        """An array that runs along `names`, with the expanded rank: broadcastable against the expanded x.
+
+        Raises ValueError where a name is not in the layout or a size does not match; `what` says whose array it is.
+        """
+        for name in names:
+            if not self._declares(name):
+                raise ValueError(f"{self.fn}: {what} runs along '{name}', which is not in layout \"{self.layout}\".")
+        wanted = [(name, size) for name in names for size in self._sizes(name)]
+        if array.ndim != len(wanted):
+            named = (
+                f"its names {quote(names)} say {axes_phrase(len(wanted))}" if names else "it names no axis: a scalar"
+            )
+            raise ValueError(f"{self.fn}: {what} has shape {array.shape}, but {named}.{cure}")
+        for given, (name, size) in zip(array.shape, wanted, strict=True):
+            if given != size:
+                raise ValueError(
+                    f"{self.fn}: {what} has shape {array.shape}, but axis '{name}' of x ({self.described}) "
+                    f"has size {size}.{cure}"
+                )
+        order = [i for name in names for i in self.positions(name)]
+        array = jnp.reshape(array, [self.expanded[i] for i in order])
+        array = jnp.transpose(array, sorted(range(len(order)), key=order.__getitem__))
+        return jnp.reshape(array, [size if i in order else 1 for i, size in enumerate(self.expanded)])
+
+    def _sizes(self, name: str) -> list[int]:
+        sizes = [self.expanded[i] for i in self.positions(name)]
+        return sizes if name == ELLIPSIS else [math.prod(sizes)]
+
+    def _declares(self, name: str) -> bool:
+        return any(name in axis.names for axis, _, _ in self.ranges)
+
+    def kept_axes(self, apart: tuple[str, ...] = ()) -> list[tuple[str, tuple[int, ...]]]:
+        """The kept axes in order, each a name and its expanded axes.
+
+        A split axis kept whole counts as one, unless `apart` names a factor of it.
+        """
+        kept: list[tuple[str, tuple[int, ...]]] = []
+        for axis, start, stop in self.ranges:
+            places = tuple(i for i in range(start, stop) if i not in self.reduced)
+            factors = {name for name, _ in axis.factors}
+            if not places:
+                continue
+            if not axis.factors or (axis.name and len(places) == stop - start and factors.isdisjoint(apart)):
+                kept.append((axis.name or str(axis), places))
+            else:
+                kept += [(str(self.names[i]), (i,)) for i in places]
+        return kept
+
+    def collapse(self, statistic, apart: tuple[str, ...] = ()):
+        """A statistic of the expanded rank as an array over the kept axes, in the order of `kept_axes`."""
+        shape = []
+        for name, places in self.kept_axes(apart):
+            sizes = [self.expanded[i] for i in places]
+            shape += sizes if name == ELLIPSIS else [math.prod(sizes)]
+        full = [1 if i in self.reduced else size for i, size in enumerate(self.expanded)]
+        return jnp.reshape(jnp.broadcast_to(statistic, full), shape)
+
+
+def resolve(fn: str, layout: Any, axis_names: Any, shape: tuple[int, ...], only: Iterable[str] | None = None) -> Spec:
+    """The Spec of a call.
+
+    Args:
+      fn: the public function, for errors.
+      layout: names of the axes of x.
+      axis_names: names that pool into one mean.
+      shape: x's shape.
+      only: where given, an axis is split only if one of these names is a factor of it (evaluation pools nothing, so
+        a batch that a ghost size does not divide is no error there).
+    """
+    parse_layout(fn, layout)
+    return _resolve(fn, layout, parse_names(fn, axis_names), tuple(shape), None if only is None else frozenset(only))
+
+
+@functools.lru_cache(maxsize=2048)
+def _resolve(fn: str, layout: str, axis_names: tuple[str, ...], shape: tuple, only: frozenset[str] | None) -> Spec:
+    axes = parse_layout(fn, layout)
+    unnamed = _unnamed_axes(fn, layout, axes, shape)
+    expanded: list[int] = []
+    names: list[str | None] = []
+    ranges = []
+    remaining = iter(shape)
+    for axis in axes:
+        start = len(expanded)
+        if axis.name == ELLIPSIS:
+            expanded += [next(remaining) for _ in range(unnamed)]
+            names += [None] * unnamed
+        elif axis.factors and (only is None or not only.isdisjoint(name for name, _ in axis.factors)):
+            expanded += _factor_sizes(fn, layout, axis, next(remaining), shape)
+            names += [name for name, _ in axis.factors]
+        else:
+            expanded.append(next(remaining))
+            names.append(axis.name)
+        ranges.append((axis, start, len(expanded)))
+    spec = Spec(fn, layout, axis_names, shape, tuple(expanded), tuple(names), tuple(ranges), (), ())
+    return dataclasses.replace(spec, **_reduction(spec, unnamed))
+
+
+def _unnamed_axes(fn: str, layout: str, axes: tuple[Axis, ...], shape: tuple) -> int:
+    named = sum(axis.name != ELLIPSIS for axis in axes)
+    unnamed = len(shape) - named
+    if unnamed == 0 or (unnamed > 0 and named < len(axes)):
+        return unnamed
+    came = f'{fn}: layout="{layout}" names {axes_phrase(named)} but x has {count_word(len(shape))}'
+    if named == 1 and len(layout.strip()) == len(shape):
+        raise ValueError(f'{came}; separate names by spaces: "{" ".join(layout.strip())}".')
+    raise ValueError(f"{came} (shape {shape}); name every axis once, in order, or write ... for the others.")
+
+
+def _factor_sizes(fn: str, layout: str, axis: Axis, size: int, shape: tuple) -> list[int]:
+    known = math.prod(factor for _, factor in axis.factors if factor is not None)
+    open_ = [name for name, factor in axis.factors if factor is None]
+    if size % known or (not open_ and size != known):
+        raise ValueError(
+            f"{fn}: layout=\"{layout}\": the factors of '{axis}' multiply to {known}"
+            + (f" times '{open_[0]}'" if open_ else "")
+            + f", but that axis of x has size {size} (shape {shape})"
+            + (f", which {known} does not divide." if open_ else ".")
+        )
+    return [size // known if factor is None else factor for _, factor in axis.factors]
+
+
+def _reduction(spec: Spec, unnamed: int) -> dict[str, Any]:
+    asked = f'{spec.fn}: axis_names="{" ".join(spec.axis_names)}"'
+    reduced: list[int] = []
+    mapped = []
+    for name in spec.axis_names:
+        if name == ELLIPSIS and not (spec._declares(ELLIPSIS) and unnamed):
+            raise ValueError(
+                f'{asked}: ... stands for the unnamed axes, but layout "{spec.layout}" leaves none unnamed here.'
+            )
+        if not spec._declares(name):
+            mapped.append(name)
+            continue
+        places = spec.positions(name)
+        if twice := [spec.names[i] for i in places if i in reduced]:
+            raise ValueError(
+                f"{asked}: {quote(str(n) for n in twice)} is given twice, by its own name and by its split axis'."
+            )
+        reduced += places
+    return {"reduced": tuple(sorted(reduced)), "mapped": tuple(mapped)}
+
+
+def unbound_error(spec: Spec, name: str) -> ValueError:
+    """The error for a name that is neither an axis of the array nor a mapped axis."""
+    known = [n for axis, _, _ in spec.ranges for n in axis.names if n != ELLIPSIS]
+    asked = " ".join(spec.axis_names)
+    mend = ""
+    if pieces := _pieces(name, known):
+        fixed = " ".join(dict.fromkeys(n for given in spec.axis_names for n in (pieces if given == name else [given])))
+        mend = f'For array axes write "{fixed}". '
+    elif close := difflib.get_close_matches(name, known, n=1):
+        mend = f"Did you mean '{close[0]}'? "
+    return ValueError(
+        f'{spec.fn}: axis_names="{asked}": \'{name}\' is neither in layout "{spec.layout}" nor a mapped axis here. '
+        f"{mend}To synchronise, call inside shard_map, pmap or vmap with the axis name '{name}'; "
+        "under jit over sharded arrays the batch is already global: drop it."
+    )
+
+
+def _pieces(text: str, known: list[str]) -> list[str]:
+    """Splits "HW" into known names ["H", "W"]; [] where that fails."""
+    if text in known:
+        return [text]
+    for name in sorted(known, key=len, reverse=True):
+        if text.startswith(name) and (rest := _pieces(text[len(name) :], known)):
+            return [name, *rest]
+    return []
+
+
+def describe(shape, *, layout: str, axis_names) -> str:
+    """Says which entries of an array would share a mean: groups, their size m, shapes of statistics and parameters.
+
+    Args:
+      shape: the array's shape, or the array.
+      layout: names of its axes.
+      axis_names: the names that pool; one that is not in `layout` is described as a mapped axis.
+
+    Returns:
+      A few lines of text.
+
+    Raises:
+      ValueError: `layout` or `axis_names` breaks the grammar or does not fit the shape.
+
+    Example:
+      >>> print(describe((8, 7, 7, 64), layout="N H W C", axis_names="N H W"))
+      layout "N H W C", shape (8, 7, 7, 64), pooled over N H W
+      groups: 64, one for each C
+      entries in a group: m = 392
+      statistics: shape (64,), names "C"
+      parameters along kept axes: Affine.init(C=64); along pooled axes: Affine.init(N=8, H=7, W=7)
+    """
+    spec = resolve("describe", layout, axis_names, tuple(getattr(shape, "shape", shape)))
+    kept = spec.kept_axes()
+    sizes = [size for i, size in enumerate(spec.expanded) if i not in spec.reduced]
+    stat_shape = tuple(math.prod(spec.expanded[i] for i in places) for name, places in kept if name != ELLIPSIS)
+    if any(name == ELLIPSIS for name, _ in kept):
+        stat_shape = tuple(sizes)
+    pooled = " ".join(spec.axis_names)
+    m = f"m = {spec.group_size}" + "".join(f" × the size of mapped axis '{name}'" for name in spec.mapped)
+    names = [name for name, _ in kept]
+
+    def init(axes: list[str]) -> str:
+        named = {
+            name: math.prod(spec.expanded[i] for i in spec.positions(name)) for name in axes if name.isidentifier()
+        }
+        return f"Affine.init({', '.join(f'{name}={size}' for name, size in named.items())})"
+
+    return "\n".join(
+        [
+            f"{spec.described}, pooled over {pooled}",
+            f"groups: {math.prod(sizes)}" + (f", one for each {' '.join(names)}" if names else ", all entries in one"),
+            f"entries in a group: {m}",
+            f'statistics: shape {stat_shape}, names "{" ".join(names)}"',
+            f"parameters along kept axes: {init(names)}; along pooled axes: "
+            f"{init([name for name in spec.axis_names if name not in spec.mapped])}",
+        ]
+    )

@@ -1,0 +1,319 @@
+r"""The two maps that every norm is made of, and their hand-written derivatives: the only place with a backward.
+
+Statistics.  x ↦ (K, e, v):  the group's mean is K + e, its variance v; K is a constant near the mean, e corrects it.
+
+    d = x − K,    e = mean(d),    v = mean(d²) − e²
+
+K is the mean of an eighth of the group (of all of it where a mask or a sharded axis forbids slicing), taken relative
+to one of the group's own entries, so constant groups give d = 0 exactly. It lies within 2.65 standard deviations of the
+mean whatever the data, so v loses at most three bits, and no rounded mean is ever formed: K + e stays a pair.
+Neither K + e nor v depends on K, hence K carries no gradient, at any order. With cotangents ē and v̄, over m entries:
+
+    x̄ᵢ = (ē + 2 (xᵢ−μ) v̄) / m
+
+Affine map.  (x, K, e, v, γ, β) ↦ y = γ x̂ + β  with  r = 1/√(v+ε),  x̂ = ((x−K)−e) r.  With cotangent g and u = γ g:
+
+    x̄ = r u,   ē = −r Σu,   v̄ = ε̄ = −½ r² Σ(u x̂),   γ̄ = Σ g x̂,   β̄ = Σ g
+
+Chained, they are the textbook backward  x̄ⱼ = r (uⱼ − mean(u) − x̂ⱼ mean(u x̂)); kept apart, the same two rules serve
+running statistics, given moments and statistics summed over mapped axes, whose collectives stand between them.
+
+Each map takes x twice: `x`, in its own dtype, is what the backward saves; `wide`, the same values in the statistics'
+dtype, carries the derivative, so both contributions to x̄ are added before they are rounded to x's dtype, once.
+
+A masked-out entry that is NaN or Inf ("lost") is guarded by its value, never by a zero cotangent: 0·NaN is NaN.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+STATS_NAME = "normjax_stats"
+
+
+class Statistics(NamedTuple):
+    """Mean = shift + offset and variance of every group, of the expanded rank with size 1 where axes were pooled.
+
+    shift and offset are None without centring; count is None where every group is known to have entries.
+    """
+
+    shift: Any
+    offset: Any
+    var: Any
+    count: Any
+
+    @property
+    def mean(self):
+        """The mean as one rounded number."""
+        if self.shift is None:
+            return jnp.zeros_like(self.var)
+        return self.shift if self.offset is None else self.shift + self.offset
+
+
+def _centred(wide, shift, offset):
+    if shift is None:
+        return wide
+    d = wide - shift
+    return d if offset is None else d - offset
+
+
+def _sum_to(array, shape):
+    """Sums over the axes in which `shape` has size 1, keeping them."""
+    axes = tuple(i for i, (size, target) in enumerate(zip(array.shape, shape, strict=True)) if size != target)
+    return jnp.sum(array, axes, keepdims=True) if axes else array
+
+
+def _square(d):
+    return jnp.square(d.real) + jnp.square(d.imag) if jnp.iscomplexobj(d) else jnp.square(d)
+
+
+# ---- statistics ----
+
+
+class Pooling(NamedTuple):
+    """What `statistics` pools (static): the expanded axes, whether it centres, whether a part may be sliced off."""
+
+    axes: tuple[int, ...]
+    center: bool
+    sliceable: bool
+
+
+def _group_count(pooling: Pooling, wide, where):
+    """Entries in each group: an int without a mask, else an array."""
+    count = 1
+    for axis in pooling.axes:
+        if where is None or where.shape[axis] == 1:
+            count *= wide.shape[axis]
+    if where is None:
+        return count
+    return jnp.sum(where, pooling.axes, dtype=jnp.int32, keepdims=True).astype(wide.real.dtype) * count
+
+
+def _shift(pooling: Pooling, wide, where):
+    """A constant near each group's mean: exactly the entries' value where a group is constant."""
+    wide = lax.stop_gradient(wide)
+    if not pooling.axes and where is None:
+        return wide
+    if where is None and pooling.sliceable:
+        anchor, longest = wide, max(pooling.axes, key=lambda axis: wide.shape[axis])
+        for axis in pooling.axes:
+            anchor = lax.slice_in_dim(anchor, 0, 1, axis=axis)
+        part = lax.slice_in_dim(wide, 0, -(-wide.shape[longest] // 8), axis=longest)
+        return anchor + jnp.mean(part - anchor, pooling.axes, keepdims=True)
+    if jnp.iscomplexobj(wide):
+        anchor = jnp.zeros([1 if i in pooling.axes else size for i, size in enumerate(wide.shape)], wide.dtype)
+    elif where is None:
+        anchor = jnp.max(wide, pooling.axes, keepdims=True)
+    else:
+        largest = jnp.max(jnp.where(where, wide, -jnp.inf), pooling.axes, keepdims=True)
+        anchor = jnp.where(largest == -jnp.inf, 0, largest)
+    return anchor + _mean(pooling, wide - anchor, where)
+
+
+def _mean(pooling: Pooling, d, where):
+    count = _group_count(pooling, d, where)
+    if where is None:
+        return jnp.mean(d, pooling.axes, keepdims=True)
+    total = jnp.sum(jnp.where(where, d, 0), pooling.axes, keepdims=True)
+    return total / jnp.maximum(count, 1).astype(total.dtype)
+
+
+def _statistics(pooling: Pooling, x, wide, where) -> Statistics:
+    del x
+    if where is not None:
+        wide = jnp.where(where, wide, 0)
+    shift = offset = None
+    if pooling.center:
+        shift = checkpoint_name(_shift(pooling, wide, where), STATS_NAME)
+        wide = wide - shift
+        offset = checkpoint_name(_mean(pooling, wide, where), STATS_NAME)
+    var = _mean(pooling, _square(wide), where)
+    if offset is not None:
+        var = jnp.maximum(var - _square(offset), 0)
+    count = None if where is None else _group_count(pooling, wide, where)
+    return Statistics(shift, offset, checkpoint_name(var, STATS_NAME), count)
+
+
+def _statistics_fwd(pooling: Pooling, x, wide, where):
+    out = _statistics(pooling, x, wide, where)
+    return out, (x, where, out.shift, out.offset, out.count)
+
+
+def _statistics_bwd(pooling: Pooling, saved, cotangent: Statistics):
+    x, where, shift, offset, count = saved
+    wide = x.astype(cotangent.var.dtype)
+    if where is not None:
+        wide = jnp.where(where, wide, 0)
+    d = _centred(wide, shift, offset)
+    count = _group_count(pooling, wide, None) if count is None else jnp.maximum(count, 1)
+    dx = d * (2 * cotangent.var / count)
+    if pooling.center:
+        dx = dx + cotangent.offset / count
+    if where is not None:
+        dx = jnp.where(where, dx, 0)
+    return None, dx, None
+
+
+def _statistics_jvp(pooling: Pooling, primals, tangents):
+    x, wide, where = primals
+    out = _statistics(pooling, x, wide, where)
+
+    @jax.checkpoint
+    def tangent(x, where, shift, offset, dx):
+        wide = x.astype(dx.dtype)
+        if where is not None:
+            wide, dx = jnp.where(where, wide, 0), jnp.where(where, dx, 0)
+        d_offset = None if offset is None else _mean(pooling, dx, where)
+        return d_offset, _mean(pooling, 2 * (_centred(wide, shift, offset) * dx), where)
+
+    d_offset, d_var = tangent(x, where, out.shift, out.offset, tangents[1])
+    zeros = lambda array: None if array is None else jnp.zeros_like(array)  # noqa: E731
+    return out, Statistics(zeros(out.shift), d_offset, d_var, zeros(out.count))
+
+
+# ---- affine map ----
+
+
+class Form(NamedTuple):
+    """The static part of `affine`: whether γ is 1 + scale, and the shape of the bias, which is not saved."""
+
+    zero_centered: bool
+    bias_shape: tuple[int, ...] | None
+
+
+def _inverse_std(var, eps, count):
+    """1/√(v+ε): 0 where v+ε is 0 or a group is empty (so that y = β), NaN where v overflowed (never a silent 0)."""
+    v = var + eps
+    zero = v == 0
+    if count is not None:
+        zero = zero | (count == 0)
+    r = jnp.where(zero, 0, lax.rsqrt(jnp.where(zero, 1, v)))
+    return jnp.where(jnp.isinf(v), jnp.nan, r)
+
+
+def _gamma(form: Form, scale, dtype):
+    if scale is None:
+        return None
+    scale = scale.astype(dtype)
+    return 1 + scale if form.zero_centered else scale
+
+
+def _lost(where, wide):
+    return ~where & ~jnp.isfinite(wide)
+
+
+def _formula(form: Form, wide, stats: Statistics, scale, bias, eps, where):
+    r = _inverse_std(stats.var, eps, stats.count)
+    d = _centred(wide, stats.shift, stats.offset)
+    if where is not None:
+        d = jnp.where(where | (r != 0), d, 0)
+    y = d * r.astype(d.dtype)
+    gamma = _gamma(form, scale, y.dtype)
+    y = y if gamma is None else y * gamma
+    return y if bias is None else y + bias
+
+
+def _affine(form: Form, x, wide, stats: Statistics, scale, bias, eps, where):
+    del x
+    if where is None:
+        return _formula(form, wide, stats, scale, bias, eps, where)
+    lost = _lost(where, wide)
+    own = lax.stop_gradient(_formula(form, wide, stats, scale, bias, eps, where))
+    return jnp.where(lost, own, _formula(form, jnp.where(lost, 0, wide), stats, scale, bias, eps, where))
+
+
+def _affine_fwd(form: Form, x, wide, stats: Statistics, scale, bias, eps, where):
+    return _affine(form, x, wide, stats, scale, bias, eps, where), (x, stats, scale, eps, where)
+
+
+def _affine_bwd(form: Form, saved, g):
+    x, stats, scale, eps, where = saved
+    wide = x.astype(g.dtype)
+    if where is not None:
+        lost = _lost(where, wide)
+        wide, g = jnp.where(lost, 0, wide), jnp.where(lost, 0, g)
+    r = _inverse_std(stats.var, eps, stats.count)
+    x_hat = _centred(wide, stats.shift, stats.offset) * r
+    gamma = _gamma(form, scale, g.dtype)
+    u = g if gamma is None else g * gamma
+    group = r.shape
+    if gamma is None or all(size in (1, target) for size, target in zip(gamma.shape, group, strict=True)):
+        # γ is constant within a group: the group's sums serve γ̄ and β̄ as well, and XLA reads g half as often.
+        sum_g, sum_gx = _sum_to(g, group), _sum_to(g * x_hat, group)
+        sum_u, sum_ux = (sum_g, sum_gx) if gamma is None else (sum_g * gamma, sum_gx * gamma)
+        d_scale = None if scale is None else _sum_to(sum_gx, scale.shape)
+    else:
+        sum_g, sum_u, sum_ux = g, _sum_to(u, group), _sum_to(u * x_hat, group)
+        d_scale = _sum_to(g * x_hat, scale.shape)
+    d_bias = None
+    if form.bias_shape is not None:
+        coarse = all(size in (1, target) for size, target in zip(form.bias_shape, sum_g.shape, strict=True))
+        d_bias = _sum_to(sum_g if coarse else g, form.bias_shape)
+    d_mean = None if stats.shift is None else -(r * sum_u)
+    d_var = -0.5 * (r * (r * sum_ux))  # r² apart: r³ would overflow where r² does not
+    d_stats = Statistics(d_mean, None if stats.offset is None else d_mean, d_var, None)
+    d_scale = None if d_scale is None else d_scale.astype(scale.dtype)
+    return None, u * r, d_stats, d_scale, d_bias, jnp.sum(d_var).astype(eps.dtype).reshape(eps.shape), None
+
+
+def _affine_jvp(form: Form, primals, tangents):
+    x, wide, stats, scale, bias, eps, where = primals
+    _, d_wide, d_stats, d_scale, d_bias, d_eps, _ = tangents
+    y = _affine(form, x, wide, stats, scale, bias, eps, where)
+
+    @jax.checkpoint
+    def tangent(x, stats, scale, eps, where, d_wide, d_stats, d_scale, d_bias, d_eps):
+        wide = x.astype(d_wide.dtype)
+        if where is not None:
+            lost = _lost(where, wide)
+            wide = jnp.where(lost, 0, wide)
+        r = _inverse_std(stats.var, eps, stats.count)
+        x_hat = _centred(wide, stats.shift, stats.offset) * r
+        d = r * _centred(d_wide, d_stats.shift, d_stats.offset) - x_hat * (0.5 * (r * (r * (d_stats.var + d_eps))))
+        gamma = _gamma(form, scale, d.dtype)
+        d = d if gamma is None else d * gamma + x_hat * d_scale.astype(d.dtype)
+        d = d if d_bias is None else d + d_bias
+        return d if where is None else jnp.where(lost, 0, d)
+
+    return y, tangent(x, stats, scale, eps, where, d_wide, d_stats, d_scale, d_bias, d_eps)
+
+
+# ---- the three ways to differentiate ----
+
+
+def _with_rules(plain, fwd, bwd, jvp) -> dict[str, Any]:
+    vjp_form = jax.custom_vjp(plain, nondiff_argnums=(0,))
+    vjp_form.defvjp(fwd, bwd)
+    jvp_form = jax.custom_jvp(plain, nondiff_argnums=(0,))
+    jvp_form.defjvp(jvp)
+    return {"vjp": vjp_form, "jvp": jvp_form, "autodiff": plain}
+
+
+_STATISTICS = _with_rules(_statistics, _statistics_fwd, _statistics_bwd, _statistics_jvp)
+_AFFINE = _with_rules(_affine, _affine_fwd, _affine_bwd, _affine_jvp)
+DERIVATIVES = tuple(_STATISTICS)
+
+
+def statistics(x, wide, where, *, pooling: Pooling, derivative: str) -> Statistics:
+    """Mean (as a pair) and variance of every group of the expanded x, on this device.
+
+    Args:
+      x: what the backward saves, any float dtype.
+      wide: x in the statistics' dtype; it carries the derivative.
+      where: bool mask of the same rank, or None.
+      pooling: the reduced axes.
+      derivative: a key of `DERIVATIVES`.
+    """
+    if any(wide.shape[axis] == 0 for axis in pooling.axes):
+        zeros = jnp.zeros([1 if i in pooling.axes else size for i, size in enumerate(wide.shape)], wide.dtype)
+        return Statistics(*((zeros, zeros) if pooling.center else (None, None)), zeros.real, zeros.real)
+    return _STATISTICS[derivative](pooling, x, wide, where)
+
+
+def affine(x, wide, stats: Statistics, scale, bias, eps, where, *, zero_centered: bool, derivative: str):
+    """γ (x − μ)/√(v+ε) + β in the statistics' dtype; all arrays of the expanded rank, scale in its own dtype."""
+    form = Form(zero_centered, None if bias is None else bias.shape)
+    return _AFFINE[derivative](form, x, wide, stats, scale, bias, eps, where)

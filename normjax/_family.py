@@ -1,0 +1,442 @@
+"""The family: batch, layer, instance, group and RMS norm. Each is its own checks, then the one core; no arithmetic."""
+
+import jax
+import numpy as np
+
+from normjax import _mapped
+from normjax._axes import Spec, quote, resolve
+from normjax._moments import as_input, as_mask, check_derivative
+from normjax._normalize import Affine, check_params, given_statistics, normalize_by, normalized
+from normjax._running import (
+    BatchStats,
+    Cumulative,
+    Ema,
+    check_kept,
+    check_state,
+    check_unbiased,
+    stack_cure,
+    update,
+)
+
+
+def batch_norm(
+    x,
+    params: Affine | None = None,
+    state: BatchStats | None = None,
+    *,
+    layout: str,
+    axis_names,
+    train: bool,
+    where=None,
+    eps=1e-5,
+    dtype=None,
+    running: Ema | Cumulative = Ema(0.1),  # noqa: B008
+    use_batch_stats: bool = False,
+    axis_index_groups=None,
+    derivative: str = "vjp",
+) -> tuple[jax.Array, BatchStats | None]:
+    """Returns x normalised over examples (and positions), and the new running statistics.
+
+    Args:
+      x: array of any float, complex, integer or boolean dtype; statistics are accumulated in float32 at least.
+      params: `Affine` along at least one kept axis, or scalar, or None.
+      state: `BatchStats` along kept axes, or None.
+      layout: names of x's axes, such as "N H W C", or "N=(B n=32) H W C" for ghost batches.
+      axis_names: the names that pool into one mean, such as "N H W"; a name that `layout` lacks is a mapped axis
+        (synchronised batch norm), touched only where batch statistics are computed.
+      train: True normalises by the batch and updates the state; False normalises by the state. Static.
+      where: boolean mask of x's rank, each size 1 or x's: entries that do not count.
+      eps: real scalar ≥ 0, added to the variance inside the root; may be traced.
+      dtype: of y; by default x's (float32 for integers).
+      running: how the running statistics move.
+      use_batch_stats: with train=False, normalise by the batch all the same and leave the state alone.
+      axis_index_groups: as in `jax.lax.psum`, for one mapped axis; sizes may differ.
+      derivative: "vjp", "jvp" (for forward mode) or "autodiff" (the plain formula).
+
+    Returns:
+      y of x's shape, and the new state (None stays None), under stop_gradient. Over mapped axes one collective in the
+      forward (two where they are larger than 32 together) and as many in the backward; none in evaluation.
+
+    Raises:
+      ValueError: axes, shapes, eps or derivative break their rule; evaluation without a state; a mapped name that is
+        not bound; m = 1 with an unbiased running variance.
+      TypeError: train is traced or no bool; params, state, running, where or dtype is of the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import normjax as nj
+      >>> x, params, state = jnp.array([[1.0], [7.0]]), nj.Affine.init(C=1), nj.BatchStats.init(C=1)
+      >>> y, state = nj.batch_norm(x, params, state, layout="N C", axis_names="N", train=True)
+      >>> print(y[:, 0].round(2), state.mean, state.var)
+      [-1.  1.] [0.4] [1.8]
+
+    References:
+      Ioffe and Szegedy (2015), Batch Normalization, algorithm 1 and section 3.1.
+    """
+    return _batch_norm("batch_norm", **locals())
+
+
+def sync_batch_norm(
+    x,
+    params: Affine | None = None,
+    state: BatchStats | None = None,
+    *,
+    layout: str,
+    axis_names,
+    train: bool,
+    where=None,
+    eps=1e-5,
+    dtype=None,
+    running: Ema | Cumulative = Ema(0.1),  # noqa: B008
+    use_batch_stats: bool = False,
+    axis_index_groups=None,
+    derivative: str = "vjp",
+) -> tuple[jax.Array, BatchStats | None]:
+    """Returns what `batch_norm` returns, and insists that a mapped axis is pooled.
+
+    Arguments, results and errors are `batch_norm`'s.
+
+    Raises:
+      ValueError: also where every name of `axis_names` is an axis of the array.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import normjax as nj
+      >>> norm = lambda x: nj.sync_batch_norm(x, layout="N", axis_names="N data", train=True)[0]
+      >>> print(jax.vmap(norm, axis_name="data")(jnp.array([[1.0, 1.0], [7.0, 7.0]])).round(2))
+      [[-1. -1.]
+       [ 1.  1.]]
+    """
+    return _batch_norm("sync_batch_norm", **locals())
+
+
+def _batch_norm(
+    fn,
+    x,
+    params,
+    state,
+    *,
+    layout,
+    axis_names,
+    train,
+    where,
+    eps,
+    dtype,
+    running,
+    use_batch_stats,
+    axis_index_groups,
+    derivative,
+):
+    train, use_batch_stats = _as_bool(fn, "train", train), _as_bool(fn, "use_batch_stats", use_batch_stats)
+    if train and use_batch_stats:
+        raise ValueError(
+            f"{fn}: train=True already normalises by the batch; use_batch_stats=True is for inference with batch "
+            "statistics. Write train=True alone to train, or train=False with it to leave the state alone."
+        )
+    check_unbiased(fn, running, None)
+    x, wide = as_input(fn, x)
+    frozen = not (train or use_batch_stats)
+    used = None
+    if frozen:
+        used = [name for owner in (params, state) for name in getattr(owner, "names", ())]
+    spec = resolve(fn, layout, axis_names, x.shape, only=used)
+    check_params(spec, params)
+    _params_run_along(spec, params, kept=True)
+    if fn == "sync_batch_norm" and not spec.mapped:
+        raise ValueError(
+            f'{fn}: axis_names="{" ".join(spec.axis_names)}" holds no mapped axis, only axes of layout "{layout}"; '
+            "add the name of the vmap, pmap or shard_map axis to synchronise over, or call batch_norm."
+        )
+    if state is not None:
+        check_state(fn, state)
+        check_kept(spec, state)
+        statistics = given_statistics(spec, state, "state", wide.dtype, stack_cure(state))
+    if frozen:
+        if state is None:
+            raise ValueError(
+                f"{fn}: train=False normalises by running statistics, but state=None; pass the BatchStats that "
+                "training returned, or use_batch_stats=True to normalise by this batch."
+            )
+        y = normalized(
+            spec,
+            spec.expand(x),
+            spec.expand(wide),
+            params,
+            statistics,
+            where=as_mask(spec, where),
+            eps=eps,
+            dtype=dtype,
+            derivative=check_derivative(fn, derivative, x),
+        )
+        return y, state
+    if running.unbiased and train and where is None and spec.group_size == 1:
+        check_unbiased(fn, running, _mapped.total_size(spec, axis_index_groups))
+    y, moments = normalize_by(
+        spec,
+        x,
+        wide,
+        params,
+        where=where,
+        eps=eps,
+        dtype=dtype,
+        axis_index_groups=axis_index_groups,
+        derivative=derivative,
+        apart=() if state is None else state.names,
+    )
+    if train and state is not None:
+        state = update(state, moments, running=running)
+    return y, state
+
+
+def _as_bool(fn: str, argument: str, value) -> bool:
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{fn}: {argument} is traced, but it chooses the program: keep it out of jit's arguments, "
+            f'or make it static with jax.jit(f, static_argnames="{argument}").'
+        )
+    raise TypeError(f"{fn}: {argument} must be a Python or NumPy bool; got {value!r}.")
+
+
+def _params_run_along(spec: Spec, params, *, kept: bool) -> None:
+    """Necessary, not sufficient: params that are not scalar run along at least one kept, or one reduced axis."""
+    if params is None or not params.names or (params.scale is None and params.bias is None):
+        return
+    declared = [name for name in params.names if spec.positions(name)]
+    if len(declared) < len(params.names):
+        return  # `Spec.align` will name the missing one
+    if kept and all(spec.is_wholly_reduced(name) for name in declared):
+        family = "instance norm" if spec.fn == "instance_norm" else "batch norm"
+        raise ValueError(
+            f'{spec.fn}: params runs along {quote(declared)}, all of which axis_names="{" ".join(spec.axis_names)}" '
+            f"reduces; {family} scales the axes it keeps."
+        )
+    if not kept and not any(spec.is_reduced(name) for name in declared):
+        raise ValueError(
+            f'{spec.fn}: params runs along {quote(declared)}, none of which axis_names="{" ".join(spec.axis_names)}" '
+            "reduces; layer norm scales the axes it pools."
+        )
+
+
+def layer_norm(
+    x,
+    params: Affine | None = None,
+    state: BatchStats | None = None,
+    *,
+    layout: str,
+    axis_names,
+    train: bool | None = None,
+    where=None,
+    eps=1e-5,
+    dtype=None,
+    derivative: str = "vjp",
+) -> tuple[jax.Array, BatchStats | None]:
+    """Returns x normalised over each example's features, and the state as it came.
+
+    Args:
+      x: array of any float, complex, integer or boolean dtype; statistics are accumulated in float32 at least.
+      params: `Affine` along at least one reduced axis, or scalar, or None.
+      state: returned untouched, so that configuration can swap this for `batch_norm`.
+      layout: names of x's axes, such as "... D".
+      axis_names: the names that pool into one mean, such as "D"; one that `layout` lacks is a mapped axis.
+      train: accepted and without meaning.
+      where: boolean mask of x's rank, each size 1 or x's: entries that do not count.
+      eps: real scalar ≥ 0, added to the variance inside the root; may be traced.
+      dtype: of y; by default x's (float32 for integers).
+      derivative: "vjp", "jvp" (for forward mode) or "autodiff" (the plain formula).
+
+    Returns:
+      y of x's shape, and `state`.
+
+    Raises:
+      ValueError: axes, shapes, eps or derivative break their rule; params run along no reduced axis.
+      TypeError: params, where or dtype is of the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import normjax as nj
+      >>> y, _ = nj.layer_norm(jnp.array([[1.0, 7.0]]), nj.Affine.init(D=2), layout="... D", axis_names="D")
+      >>> print(y.round(2))
+      [[-1.  1.]]
+
+    References:
+      Ba, Kiros and Hinton (2016), Layer Normalization, equations 3 and 4.
+    """
+    del train
+    spec, x, wide = _prepare("layer_norm", x, params, layout, axis_names)
+    _params_run_along(spec, params, kept=False)
+    y, _ = normalize_by(spec, x, wide, params, where=where, eps=eps, dtype=dtype, derivative=derivative)
+    return y, state
+
+
+def instance_norm(
+    x,
+    params: Affine | None = None,
+    state: BatchStats | None = None,
+    *,
+    layout: str,
+    axis_names,
+    train: bool | None = None,
+    where=None,
+    eps=1e-5,
+    dtype=None,
+    derivative: str = "vjp",
+) -> tuple[jax.Array, BatchStats | None]:
+    """Returns x normalised over the positions of each example and channel, and the state as it came.
+
+    Args:
+      x: array of any float, complex, integer or boolean dtype; statistics are accumulated in float32 at least.
+      params: `Affine` along at least one kept axis, or scalar, or None.
+      state: returned untouched; for tracked statistics use `batch_norm` with the same `axis_names`.
+      layout: names of x's axes, such as "N H W C".
+      axis_names: the names that pool into one mean, such as "H W"; one that `layout` lacks is a mapped axis.
+      train: accepted and without meaning.
+      where: boolean mask of x's rank, each size 1 or x's: entries that do not count.
+      eps: real scalar ≥ 0, added to the variance inside the root; may be traced.
+      dtype: of y; by default x's (float32 for integers).
+      derivative: "vjp", "jvp" (for forward mode) or "autodiff" (the plain formula).
+
+    Returns:
+      y of x's shape, and `state`.
+
+    Raises:
+      ValueError: axes, shapes, eps or derivative break their rule; params run along no kept axis.
+      TypeError: params, where or dtype is of the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import normjax as nj
+      >>> x = jnp.array([[[1.0, 7.0], [20.0, 10.0]]])
+      >>> y, _ = nj.instance_norm(x, nj.Affine.init(C=2), layout="N C L", axis_names="L")
+      >>> print(y.round(2))
+      [[[-1.  1.]
+        [ 1. -1.]]]
+
+    References:
+      Ulyanov, Vedaldi and Lempitsky (2016), Instance Normalization.
+    """
+    del train
+    spec, x, wide = _prepare("instance_norm", x, params, layout, axis_names)
+    _params_run_along(spec, params, kept=True)
+    y, _ = normalize_by(spec, x, wide, params, where=where, eps=eps, dtype=dtype, derivative=derivative)
+    return y, state
+
+
+def group_norm(
+    x,
+    params: Affine | None = None,
+    state: BatchStats | None = None,
+    *,
+    layout: str,
+    axis_names,
+    train: bool | None = None,
+    where=None,
+    eps=1e-5,
+    dtype=None,
+    derivative: str = "vjp",
+) -> tuple[jax.Array, BatchStats | None]:
+    """Returns x normalised over the positions of each example and block of channels, and the state as it came.
+
+    Args:
+      x: array of any float, complex, integer or boolean dtype; statistics are accumulated in float32 at least.
+      params: `Affine`, or None.
+      state: returned untouched, so that configuration can swap this for `batch_norm`.
+      layout: names of x's axes with a split one, such as "N H W C=(G=32 K)".
+      axis_names: the names that pool into one mean, such as "H W K"; one that `layout` lacks is a mapped axis.
+      train: accepted and without meaning.
+      where: boolean mask of x's rank, each size 1 or x's: entries that do not count.
+      eps: real scalar ≥ 0, added to the variance inside the root; may be traced.
+      dtype: of y; by default x's (float32 for integers).
+      derivative: "vjp", "jvp" (for forward mode) or "autodiff" (the plain formula).
+
+    Returns:
+      y of x's shape, and `state`.
+
+    Raises:
+      ValueError: axes, shapes, eps or derivative break their rule; no axis is split, or no factor of one is kept.
+      TypeError: params, where or dtype is of the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import normjax as nj
+      >>> y, _ = nj.group_norm(jnp.array([[1.0, 3.0, 10.0, 30.0]]), layout="N C=(G=2 K)", axis_names="K")
+      >>> print(y.round(2))
+      [[-1.  1. -1.  1.]]
+
+    References:
+      Wu and He (2018), Group Normalization, equation 7.
+    """
+    del train
+    spec, x, wide = _prepare("group_norm", x, params, layout, axis_names)
+    split = [(axis, start, stop) for axis, start, stop in spec.ranges if axis.factors]
+    if not split:
+        raise ValueError(
+            f'group_norm: layout="{layout}" splits no axis; write the number of groups into it, '
+            'as in layout="N H W C=(G=32 K)", axis_names="H W K".'
+        )
+    if not any(i not in spec.reduced for _, start, stop in split for i in range(start, stop)):
+        raise ValueError(
+            f'group_norm: axis_names="{" ".join(spec.axis_names)}" pools every factor of '
+            f"{quote(str(axis) for axis, _, _ in split)}; keep the factor that numbers the groups."
+        )
+    y, _ = normalize_by(spec, x, wide, params, where=where, eps=eps, dtype=dtype, derivative=derivative)
+    return y, state
+
+
+def rms_norm(
+    x,
+    params: Affine | None = None,
+    state: BatchStats | None = None,
+    *,
+    layout: str,
+    axis_names,
+    train: bool | None = None,
+    where=None,
+    eps=1e-5,
+    dtype=None,
+    derivative: str = "vjp",
+) -> tuple[jax.Array, BatchStats | None]:
+    """Returns x divided by the root of its mean square, and the state as it came; nothing is subtracted.
+
+    Args:
+      x: array of any float, complex, integer or boolean dtype; statistics are accumulated in float32 at least.
+      params: `Affine`, usually without bias, or None.
+      state: returned untouched, so that configuration can swap this for `batch_norm`.
+      layout: names of x's axes, such as "... D".
+      axis_names: the names that pool into one mean square, such as "D"; one that `layout` lacks is a mapped axis.
+      train: accepted and without meaning.
+      where: boolean mask of x's rank, each size 1 or x's: entries that do not count.
+      eps: real scalar ≥ 0, added to the mean square inside the root; may be traced.
+      dtype: of y; by default x's (float32 for integers).
+      derivative: "vjp", "jvp" (for forward mode) or "autodiff" (the plain formula).
+
+    Returns:
+      y of x's shape, and `state`.
+
+    Raises:
+      ValueError: axes, shapes, eps or derivative break their rule.
+      TypeError: params, where or dtype is of the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import normjax as nj
+      >>> y, _ = nj.rms_norm(jnp.array([[3.0, -3.0]]), nj.Affine.init(D=2, bias=False), layout="... D", axis_names="D")
+      >>> print(y.round(2))
+      [[ 1. -1.]]
+
+    References:
+      Zhang and Sennrich (2019), Root Mean Square Layer Normalization, equation 4.
+    """
+    del train
+    spec, x, wide = _prepare("rms_norm", x, params, layout, axis_names)
+    y, _ = normalize_by(spec, x, wide, params, center=False, where=where, eps=eps, dtype=dtype, derivative=derivative)
+    return y, state
+
+
+def _prepare(fn: str, x, params, layout, axis_names):
+    x, wide = as_input(fn, x)
+    spec = resolve(fn, layout, axis_names, x.shape)
+    check_params(spec, params)
+    return spec, x, wide

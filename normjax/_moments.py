@@ -1,0 +1,215 @@
+"""Count, mean and variance of every group, as data: `Moments`, made by `moments`, added up by `merge`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from normjax import _mapped
+from normjax._axes import Spec, resolve
+from normjax._derivatives import DERIVATIVES, STATS_NAME, Pooling, Statistics, statistics
+from normjax._pytree import pytree, settle, show
+
+
+@pytree(static=["names"])
+class Moments:
+    """What one pooling produced: a pytree.
+
+    Attributes:
+      mean: of each group, along `names`; zero without centring. At least float32.
+      var: biased variance of each group (the mean square without centring), shape of mean, real.
+      count: float32, shape of mean: how many entries were pooled, over all devices, masked ones not counted.
+      names: the layout axes that mean runs along, in order (static); "..." stands for unnamed axes.
+    """
+
+    mean: Any
+    var: Any
+    count: Any
+    names: tuple[str, ...] = ()
+
+    __post_init__ = settle
+    __repr__ = show
+
+    @classmethod
+    def init(cls, *, dtype=jnp.float32, **sizes: int) -> "Moments":
+        """Empty moments, the identity of `merge`: mean 0, var 0, count 0.
+
+        Args:
+          dtype: of the mean; var has its real dtype.
+          **sizes: the axes in order, such as C=64.
+        """
+        shape = check_sizes("Moments.init", sizes)
+        real = jnp.finfo(dtype).dtype
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, real), jnp.zeros(shape, jnp.float32), tuple(sizes))
+
+
+def check_sizes(fn: str, sizes: dict[str, Any]) -> tuple[int, ...]:
+    """The shape that keyword sizes give; TypeError for a size that is no non-negative integer."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not hasattr(size, "__index__") or size.__index__() < 0:
+            raise TypeError(f"{fn}: {name}={size!r}: the size of an axis must be a non-negative integer.")
+    return tuple(size.__index__() for size in sizes.values())
+
+
+def as_input(fn: str, x) -> tuple[Any, Any]:
+    """Returns x as an array to save, and in the statistics' dtype: float32 at least, never half precision."""
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{fn}: x must be an array of numbers; got {type(x).__name__}: {error}") from error
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):
+            raise TypeError(f"{fn}: x has dtype {x.dtype}; give it numbers.")
+        x = x.astype(jnp.float32)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x, wide
+
+
+def as_mask(spec: Spec, where):
+    """`where` as a boolean array of the expanded rank; None stays None."""
+    if where is None:
+        return None
+    where = jnp.asarray(where)
+    if where.dtype != jnp.bool_:
+        raise TypeError(
+            f"{spec.fn}: where must be boolean (True: the entry counts); got dtype {where.dtype} and shape "
+            f"{where.shape} for x of shape {spec.shape}. Compare first, as in where=mask > 0."
+        )
+    fits = where.ndim == len(spec.shape) and all(w in (1, s) for w, s in zip(where.shape, spec.shape, strict=True))
+    if not fits:
+        raise ValueError(
+            f"{spec.fn}: where has shape {where.shape}, but x has shape {spec.shape}; it needs x's rank, "
+            "and each size 1 or x's."
+        )
+    return spec.expand_mask(where)
+
+
+def check_derivative(fn: str, derivative: str, x) -> str:
+    """The rule to use: complex input always takes the plain formula."""
+    if derivative not in DERIVATIVES:
+        raise ValueError(f"{fn}: derivative={derivative!r} is not one of {', '.join(map(repr, DERIVATIVES))}.")
+    return "autodiff" if jnp.iscomplexobj(x) else derivative
+
+
+def _sharded(x, axes: Sequence[int]) -> bool:
+    """Whether x is sharded, on an Explicit mesh, along any of the axes: a part of them cannot be sliced off."""
+    split = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
+    return any(axis < len(split) and split[axis] is not None for axis in axes)
+
+
+def pooled_statistics(spec: Spec, x, wide, where, *, center: bool, axis_index_groups, derivative: str) -> Statistics:
+    """The statistics of the expanded x over `spec`'s axes, mapped ones included; where: as from `as_mask`."""
+    if axis_index_groups is not None and not spec.mapped:
+        _mapped.check_groups(spec, axis_index_groups)
+    for name in spec.mapped:
+        _mapped.axis_size(spec, name)
+    pooling = Pooling(spec.reduced, center, not _sharded(wide, spec.reduced))
+    x, wide, where = _mapped.vary_alike((x, wide, where))
+    stats = statistics(x, wide, where, pooling=pooling, derivative=derivative)
+    if not spec.mapped:
+        return stats
+    stats = _mapped.pool(spec, stats, spec.group_size, axis_index_groups)
+    return jax.tree.map(lambda array: jax.ad_checkpoint.checkpoint_name(array, STATS_NAME), stats)
+
+
+def as_moments(spec: Spec, stats: Statistics, apart: tuple[str, ...] = ()) -> Moments:
+    """Statistics of the expanded rank as `Moments` along the kept axes; a name in `apart` keeps a factor on its own."""
+    count = spec.group_size if stats.count is None else stats.count
+    count = jnp.broadcast_to(jnp.asarray(count, jnp.float32), stats.var.shape)
+    mean, var, count = (spec.collapse(array, apart) for array in (stats.mean, stats.var, count))
+    return Moments(mean, var, lax.stop_gradient(count), tuple(name for name, _ in spec.kept_axes(apart)))
+
+
+def moments(x, *, layout: str, axis_names, center: bool = True, where=None, axis_index_groups=None) -> Moments:
+    """Returns the count, mean and biased variance of every group of x: differentiable, exact at any mean.
+
+    Args:
+      x: array of any float, complex, integer or boolean dtype; accumulated in float32 at least.
+      layout: names of x's axes, such as "N H W C".
+      axis_names: the names that pool into one mean; one that `layout` lacks is a mapped axis.
+      center: False gives mean 0 and, as var, the mean square (what RMS norm divides by).
+      where: boolean mask of x's rank, each size 1 or x's; entries that are False are not counted.
+      axis_index_groups: as in `jax.lax.psum`, for one mapped axis.
+
+    Returns:
+      `Moments` along the kept axes. A group without entries has mean 0, var 0, count 0. One collective where there are
+      mapped axes (two where they are larger than 32 together).
+
+    Raises:
+      ValueError: an axis error, a mask that does not fit, a mapped name that is not bound.
+      TypeError: a mask that is not boolean, x that holds no numbers.
+
+    Example:
+      >>> m = moments(jnp.array([[1.0, 3.0, 5.0, 7.0]]), layout="N D", axis_names="D")
+      >>> print(m.mean, m.var, m.count, m.names)
+      [4.] [5.] [4.] ('N',)
+    """
+    fn = "moments"
+    x, wide = as_input(fn, x)
+    spec = resolve(fn, layout, axis_names, x.shape)
+    where = as_mask(spec, where)
+    stats = pooled_statistics(
+        spec,
+        spec.expand(x),
+        spec.expand(wide),
+        where,
+        center=center,
+        axis_index_groups=axis_index_groups,
+        derivative=check_derivative(fn, "vjp", x),
+    )
+    return as_moments(spec, stats)
+
+
+def merge(*moments: Moments, axis: int | None = None) -> Moments:
+    """Returns the moments of all entries together, exactly: shards, micro-batches, epochs add up.
+
+    Args:
+      *moments: `Moments` along the same names; or one whose leaves have a further axis (stacked by scan or vmap).
+      axis: which axis that is.
+
+    Returns:
+      `Moments` along the same names, as if their entries had been pooled at once. Moments with count 0 change nothing.
+
+    Raises:
+      ValueError: none given, several given with `axis`, or names or shapes that differ.
+      TypeError: an argument that is no `Moments`.
+
+    Example:
+      >>> whole = merge(*(moments(jnp.array(part), layout="N", axis_names="N") for part in ([0.0], [3.0], [6.0, 6.0])))
+      >>> print(whole.mean, whole.var, whole.count)
+      3.75 6.1875 4.0
+
+    References:
+      Chan, Golub and LeVeque (1979), Updating formulae and a pairwise algorithm for computing sample variances.
+    """
+    if not moments:
+        raise ValueError("merge: give at least one Moments.")
+    for item in moments:
+        if not isinstance(item, Moments):
+            raise TypeError(f"merge: every argument must be a Moments; got {type(item).__name__}.")
+    first = moments[0]
+    if axis is None:
+        stacked = _stack(moments)
+    elif len(moments) > 1:
+        raise ValueError(f"merge: axis={axis} is for one stacked Moments, but {len(moments)} were given.")
+    else:
+        rank = jnp.ndim(first.mean)
+        if not -rank <= axis < rank:
+            raise ValueError(f"merge: axis={axis} is out of range for moments of shape {jnp.shape(first.mean)}.")
+        stacked = jax.tree.map(lambda leaf: jnp.moveaxis(jnp.asarray(leaf), axis, 0), first)
+    shift = lax.stop_gradient(stacked.mean)
+    pooled = _mapped.merge_stacked(Statistics(shift, stacked.mean - shift, stacked.var, stacked.count))
+    return Moments(pooled.mean, pooled.var, pooled.count, first.names)
+
+
+def _stack(moments: Sequence[Moments]) -> Moments:
+    first = moments[0]
+    for item in moments[1:]:
+        if item.names != first.names or jnp.shape(item.mean) != jnp.shape(first.mean):
+            raise ValueError(
+                f"merge: moments must run along the same axes: {first.names} of shape {jnp.shape(first.mean)}, "
+                f"but {item.names} of shape {jnp.shape(item.mean)} came too."
+            )
+    return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *moments)

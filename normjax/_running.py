@@ -1,0 +1,336 @@
+"""Running statistics as immutable state: `BatchStats`, how they move (`Ema`, `Cumulative`), `update`, `pool_stats`.
+
+One step:  r ← r + (a/w′) (batch − r).   Plain Ema: a = α, w′ = 1.   Debiased: a = α, w′ = (1−α) w + α.
+Cumulative by entries: a = m, w′ = w + m;  by updates: a = 1, w′ = w + 1.   What is stored is what evaluation uses.
+A feature that saw no entry stays as it was.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from normjax import _mapped
+from normjax._axes import Spec, parse_names, quote
+from normjax._moments import Moments, check_sizes
+from normjax._normalize import as_array
+from normjax._pytree import pytree, settle, show
+
+
+@pytree(static=["names"])
+class BatchStats:
+    """Running statistics of a batch norm: a pytree, state rather than parameters.
+
+    Attributes:
+      mean: running mean along `names`, float32 at least.
+      var: running variance, shape of mean.
+      count: int32 scalar, the updates that saw at least one entry.
+      weight: float32, shape of mean: what the averages rest on (0: nothing yet).
+      names: the layout axes that mean runs along, in order (static).
+    """
+
+    mean: Any
+    var: Any
+    count: Any
+    weight: Any
+    names: tuple[str, ...] = ()
+
+    __post_init__ = settle
+    __repr__ = show
+
+    @classmethod
+    def init(cls, *, dtype=jnp.float32, **sizes: int) -> "BatchStats":
+        """Returns mean 0, variance 1, count 0, weight 0.
+
+        Args:
+          dtype: of the mean (the variance has its real dtype); float32 at least.
+          **sizes: the axes in order, such as C=64.
+
+        Raises:
+          TypeError: a dtype below float32, or a size that is no integer.
+
+        Example:
+          >>> BatchStats.init(C=64)
+          BatchStats(mean=float32[64], var=float32[64], count=int32[], weight=float32[64], names='C')
+        """
+        shape = check_sizes("BatchStats.init", sizes)
+        _check_precision("BatchStats.init", "dtype", jnp.dtype(dtype))
+        return cls(
+            jnp.zeros(shape, dtype),
+            jnp.ones(shape, jnp.finfo(dtype).dtype),
+            jnp.zeros((), jnp.int32),
+            jnp.zeros(shape, jnp.float32),
+            tuple(sizes),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ema:
+    """Exponential moving average.
+
+    Attributes:
+      new_weight: α, the weight of the new batch (PyTorch's momentum, one minus Flax's); may be traced.
+      unbiased: stores m/(m−1) times the batch variance, m over all devices; the forward never does.
+      debias: divides by 1 − (1−α)^t at every step, so that the start values weigh nothing.
+    """
+
+    new_weight: Any = 0.1
+    unbiased: bool = False
+    debias: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.new_weight, (int, float)) and not 0 <= self.new_weight <= 1:
+            raise ValueError(
+                f"Ema: new_weight={self.new_weight!r} must lie between 0 and 1; it is the weight of the new batch "
+                "(Flax's and Keras' momentum is one minus it: Ema.flax, Ema.keras)."
+            )
+
+    @classmethod
+    def torch(cls, momentum: float | None = 0.1) -> "Ema | Cumulative":
+        """PyTorch's `momentum`: the weight of the new batch, unbiased variance; None averages over all updates."""
+        return Cumulative(by="updates", unbiased=True) if momentum is None else cls(momentum, unbiased=True)
+
+    @classmethod
+    def flax(cls, momentum: float = 0.99) -> "Ema":
+        """Flax's `momentum`: the share of the old value that is kept."""
+        return cls(1 - momentum)
+
+    @classmethod
+    def keras(cls, momentum: float = 0.99) -> "Ema":
+        """Keras' `momentum`: the share of the old value that is kept."""
+        return cls(1 - momentum)
+
+    @classmethod
+    def haiku(cls, decay_rate: float = 0.999) -> "Ema":
+        """Haiku's `decay_rate`: the share of the old value that is kept, with zero debiasing."""
+        return cls(1 - decay_rate, debias=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cumulative:
+    """Average over everything seen so far.
+
+    Attributes:
+      by: "entries" weighs each batch by how many entries it pooled, "updates" weighs all alike.
+      unbiased: as for `Ema`.
+    """
+
+    by: str = "entries"
+    unbiased: bool = False
+
+    def __post_init__(self):
+        if self.by not in ("entries", "updates"):
+            raise ValueError(f'Cumulative: by={self.by!r} must be "entries" or "updates".')
+
+
+def _check_precision(fn: str, what: str, dtype) -> None:
+    if not jnp.issubdtype(dtype, jnp.inexact) or jnp.finfo(dtype).bits < 32:
+        raise TypeError(
+            f"{fn}: {what} is {dtype}; running statistics need float32 or more, since small steps are lost below. "
+            "Use BatchStats.init(dtype=jnp.float32)."
+        )
+
+
+def check_state(fn: str, state) -> None:
+    """Raises unless state is a `BatchStats` of float32 or more whose leaves have one shape."""
+    if not isinstance(state, BatchStats):
+        raise TypeError(f"{fn}: state must be a normjax.BatchStats; got {type(state).__name__}.")
+    mean, var, weight = (as_array(leaf) for leaf in (state.mean, state.var, state.weight))
+    for name, leaf in (("mean", mean), ("var", var), ("weight", weight)):
+        _check_precision(fn, f"state.{name}", leaf.dtype)
+    if not mean.shape == var.shape == weight.shape:
+        raise ValueError(
+            f"{fn}: state.mean, state.var and state.weight must have one shape; "
+            f"got {mean.shape}, {var.shape}, {weight.shape}."
+        )
+
+
+def stack_cure(state: BatchStats) -> str:
+    """What to do with a state that has one axis more than its names: replicas stacked by pmap, say."""
+    if jnp.ndim(as_array(state.mean)) != len(state.names) + 1:
+        return ""
+    names = " ".join(("device", *state.names))
+    return (
+        " If the further axis holds replicas (restored from pmap, say), pool them: "
+        f'pool_stats(BatchStats(mean, var, count, weight, names="{names}"), "device").'
+    )
+
+
+def check_kept(spec: Spec, state: BatchStats) -> None:
+    """Raises ValueError where the state runs along an axis that is pooled."""
+    if pooled := [name for name in state.names if spec.is_reduced(name)]:
+        raise ValueError(
+            f'{spec.fn}: state runs along {quote(pooled)}, which axis_names="{" ".join(spec.axis_names)}" pools; '
+            "running statistics run along kept axes."
+        )
+
+
+def check_unbiased(fn: str, running, m: int | None) -> None:
+    """Raises ValueError where m is known to be 1 and an unbiased variance is asked for."""
+    if not isinstance(running, (Ema, Cumulative)):
+        raise TypeError(f"{fn}: running must be an Ema or a Cumulative; got {type(running).__name__}.")
+    if running.unbiased and m == 1:
+        raise ValueError(
+            f"{fn}: running={running}: the unbiased variance m/(m-1) needs more than one entry in a group, "
+            "but m = 1 here. Pool more axes, use larger batches, or unbiased=False."
+        )
+
+
+def update(state: BatchStats, moments: Moments, *, running: Ema | Cumulative = Ema(0.1)) -> BatchStats:
+    """Returns the running statistics after one batch: what `batch_norm` does to its state.
+
+    Args:
+      state: `BatchStats`.
+      moments: `Moments` of the batch; axes that the state lacks are averaged, weighted by their counts.
+      running: how the statistics move.
+
+    Returns:
+      `BatchStats` of the same names and dtypes, under stop_gradient. Features that saw no entry are unchanged.
+
+    Raises:
+      ValueError: the state runs along a name that the moments lack, or shapes differ.
+      TypeError: a state below float32, or arguments of other types.
+
+    Example:
+      >>> state = update(BatchStats.init(), Moments(10.0, 4.0, 8.0), running=Ema(0.1))
+      >>> print(state.mean, state.var, state.count)
+      1.0 1.3 1
+    """
+    fn = "update"
+    check_state(fn, state)
+    if not isinstance(moments, Moments):
+        raise TypeError(f"{fn}: moments must be a normjax.Moments; got {type(moments).__name__}.")
+    check_unbiased(fn, running, None)
+    mean, var, m = _batch_values(fn, state, moments, running.unbiased)
+    return _step(state, mean, var, m, running)
+
+
+def _batch_values(fn: str, state: BatchStats, moments: Moments, unbiased: bool):
+    """The batch's mean, variance and count along the state's names, in its order."""
+    moments = jax.tree.map(lambda leaf: lax.stop_gradient(as_array(leaf)), moments)
+    if missing := [name for name in state.names if name not in moments.names]:
+        raise ValueError(f"{fn}: state runs along {quote(missing)}, but the moments run along {quote(moments.names)}.")
+    mean, var = moments.mean, moments.var
+    m = moments.count.astype(var.dtype)
+    names = list(moments.names)
+    if "..." in names:
+        unnamed = mean.ndim - len(names) + 1
+        at = names.index("...")
+        names[at : at + 1] = ["..."] * unnamed
+    if mean.ndim != len(names):
+        raise ValueError(f"{fn}: moments.mean has shape {mean.shape}, but its names are {quote(moments.names)}.")
+    if unbiased:
+        var = var * jnp.where(m > 1, m / jnp.where(m > 1, m - 1, 1), 1)
+    extra = tuple(i for i, name in enumerate(names) if name not in state.names)
+    total = jnp.sum(m, extra, keepdims=True)
+    share = m / jnp.maximum(total, 1)
+    first = jnp.sum(share * mean, extra, keepdims=True)
+    mean = jnp.squeeze(first + jnp.sum(share * (mean - first), extra, keepdims=True), extra)
+    var = jnp.sum(share * var, extra)
+    kept = [name for name in names if name in state.names]
+    order = [kept.index(name) for name in state.names]
+    mean, var, m = (jnp.transpose(array, order) for array in (mean, var, jnp.squeeze(total, extra)))
+    if mean.shape != jnp.shape(as_array(state.mean)):
+        raise ValueError(
+            f"{fn}: state.mean has shape {jnp.shape(as_array(state.mean))}, but the moments along {quote(state.names)} "
+            f"have shape {mean.shape}.{stack_cure(state)}"
+        )
+    return mean, var, m
+
+
+def _step(state: BatchStats, mean, var, m, running: Ema | Cumulative) -> BatchStats:
+    old = jax.tree.map(lambda leaf: lax.stop_gradient(as_array(leaf)), state)
+    weight = old.weight.astype(m.dtype)
+    if isinstance(running, Ema):
+        amount = jnp.asarray(lax.stop_gradient(running.new_weight)).astype(m.dtype)
+        new_weight = (1 - amount) * weight + amount if running.debias else jnp.ones_like(weight)
+    else:
+        amount = m if running.by == "entries" else jnp.ones_like(m)
+        new_weight = weight + amount
+    seen = m > 0
+    ratio = amount / jnp.where(new_weight > 0, new_weight, 1)
+
+    def blend(kept, batch):
+        dtype = jnp.promote_types(kept.dtype, batch.dtype)
+        r, b = kept.astype(dtype), batch.astype(dtype)
+        moved = r + ratio.astype(dtype) * (b - r)
+        if not jnp.iscomplexobj(moved):
+            moved = jnp.clip(moved, jnp.minimum(r, b), jnp.maximum(r, b))  # a convex combination, rounding or not
+        return jnp.where(seen, moved, r).astype(kept.dtype)
+
+    return BatchStats(
+        blend(old.mean, mean),
+        blend(old.var, var),
+        old.count + jnp.any(seen).astype(old.count.dtype),
+        jnp.where(seen, new_weight, weight).astype(old.weight.dtype),
+        state.names,
+    )
+
+
+def pool_stats(state: BatchStats, axis_names) -> BatchStats:
+    """Returns one state for un-synchronised replicas: the mean of the means, and E[var] + Var[mean].
+
+    Args:
+      state: `BatchStats`; a name in `state.names` is an axis of its arrays, any other one a mapped axis.
+      axis_names: the names of the replicas' axes, as a string or a tuple.
+
+    Returns:
+      `BatchStats` without those axes, the same on every device. Replicas are weighted by their `weight`, so one that
+      saw nothing changes nothing; count and weight are the largest of any replica. Under stop_gradient.
+
+    Raises:
+      ValueError: a name that is neither in `state.names` nor bound.
+
+    Example:
+      >>> replicas = BatchStats(jnp.array([0.0, 2.0]), jnp.ones(2), jnp.array([1, 1]), jnp.ones(2), names="device")
+      >>> pooled = pool_stats(replicas, "device")
+      >>> print(pooled.mean, pooled.var, pooled.count)
+      1.0 2.0 1
+    """
+    fn = "pool_stats"
+    names = parse_names(fn, axis_names)
+    check_state(fn, state)
+    state = jax.tree.map(lambda leaf: lax.stop_gradient(as_array(leaf)), state)
+    if state.mean.ndim != len(state.names):
+        raise ValueError(
+            f"{fn}: state.mean has shape {state.mean.shape}, but its names are {quote(state.names)}.{stack_cure(state)}"
+        )
+    axes = tuple(i for i, name in enumerate(state.names) if name in names)
+    mapped = tuple(name for name in names if name not in state.names)
+    for name in mapped:
+        _require_bound(fn, state, name)
+    kept = tuple(name for name in state.names if name not in names)
+    return _pooled(state, axes, mapped, kept)
+
+
+def _require_bound(fn: str, state: BatchStats, name: str) -> None:
+    try:
+        lax.axis_size(name)
+    except NameError:
+        raise ValueError(
+            f"{fn}: '{name}' is neither in the state's names {quote(state.names)} nor a mapped axis here; "
+            f"call inside shard_map, pmap or vmap with the axis name '{name}'."
+        ) from None
+
+
+def _pooled(state: BatchStats, axes: tuple[int, ...], mapped: tuple[str, ...], kept: tuple[str, ...]) -> BatchStats:
+    def over(array, local, collective):
+        array = local(array, axes) if axes else array
+        return collective(array, mapped) if mapped else array
+
+    largest = lambda array: over(array, jnp.max, _mapped.pmax)  # noqa: E731
+    total = lambda array: over(array, jnp.sum, _mapped.psum)  # noqa: E731
+    spread = lambda array: jnp.expand_dims(array, axes)  # noqa: E731
+    weight = largest(state.weight)
+    heavy = spread(weight)
+    w = jnp.where(heavy > 0, state.weight / jnp.where(heavy > 0, heavy, 1), 1).astype(state.var.dtype)
+    n = total(w)
+    mean = total(w * state.mean) / n
+    square = jnp.square(jnp.abs(state.mean - spread(mean)))
+    var = total(w * (state.var + square)) / n
+    count = state.count if state.count.ndim == 0 else jnp.max(state.count)
+    if mapped:
+        count = _mapped.pmax(count, mapped)
+    return BatchStats(mean, var, count, weight, kept)
