@@ -1,14 +1,16 @@
 """What an installed wheel must do where jax is the only dependency: .ci/run feeds this to that environment."""
 
-import importlib.resources
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import normjax as nj
 
-assert "site-packages" in nj.__file__, nj.__file__
-assert importlib.resources.files("normjax").joinpath("py.typed").is_file()
+package = Path(nj.__file__).parent
+assert package.parent.name == "site-packages", package
+for name in ("py.typed", "lab/presets/digits.toml"):
+    assert (package / name).is_file(), f"the wheel lacks {name}"
 assert not any(importlib.util.find_spec(name) for name in ("flax", "optax", "rich", "matplotlib"))
 
 y, state = nj.batch_norm([[1.0], [3.0]], None, nj.BatchStats.init(C=1), layout="N C", axis_names="N", train=True)
@@ -19,7 +21,7 @@ print("core:", nj.__version__, y.tolist())
 for part, extra in [("normjax.lab", "lab")]:
     words = None
     try:
-        importlib.import_module(part)
+        __import__(part)
     except ModuleNotFoundError as error:
         words = str(error)
     assert words is not None, f"{part} was imported without its extra"
