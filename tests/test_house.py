@@ -113,11 +113,12 @@ def test_a_row_of_the_family_table_is_a_call_that_works(row, rng):
     x = jnp.asarray(rng.normal(size=(8, 4, 4, 16)), jnp.float32)
     given = nj.BatchStats.init(C=16) if state == "`BatchStats`" else None
 
+    @jax.jit
     def apply(x):
         return getattr(nj, name)(x, nj.Affine.init(C=16), given, layout=layout, axis_names=axis_names, train=True)
 
     if "data" in axis_names:
-        y, new = jax.vmap(apply, axis_name="data", out_axes=(0, None))(x[None])
+        y, new = jax.jit(jax.vmap(apply, axis_name="data", out_axes=(0, None)))(x[None])
     else:
         y, new = apply(x)
     assert y.size == x.size
@@ -131,6 +132,7 @@ def test_a_row_of_the_mode_table_is_what_happens(train, use_batch_stats, what, s
     x = jnp.asarray(rng.normal(size=(8, 3)) + 5, jnp.float32)
     given = nj.BatchStats.init(C=3)
 
+    @jax.jit
     def apply():
         flags = {"train": "True" in train, "use_batch_stats": "True" in use_batch_stats}
         return nj.batch_norm(x, None, given, layout="N C", axis_names="N", **flags)
