@@ -1,0 +1,157 @@
+"""The `normjax` command: 0 done, 2 bad input in one line on standard error, 130 interrupted with everything saved."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from normjax import __version__
+
+_COMMANDS = {"train": "train a small classifier of real images with a norm of your choice"}
+
+
+class _UsageError(Exception):
+    """Wrong arguments; the message is one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose complaints are ours to print."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage over several lines."""
+        raise _UsageError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments and arguments[0] in _COMMANDS:
+            return _train(arguments[1:])
+        _top_parser().parse_args(arguments)
+        raise _UsageError(f"which command? One of: {', '.join(_COMMANDS)}; normjax --help says more")
+    except _UsageError as error:
+        return _complain(f"normjax: error: {error}", 2)
+    except SystemExit as done:  # argparse's way to end --help and --version
+        return int(done.code or 0)
+    except KeyboardInterrupt:
+        return _complain("normjax: interrupted before training began; nothing was changed", 130)
+    except BrokenPipeError:  # whoever read our output went away; the interpreter would complain at its last flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _complain(f"normjax: error: {error}", 1)
+
+
+def _complain(message: str, status: int) -> int:
+    print(message, file=sys.stderr, flush=True)
+    return status
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    commands = "\n".join(f"  {name:<8} {what}" for name, what in _COMMANDS.items())
+    parser = _Parser(
+        prog="normjax",
+        description="Normalisation layers for JAX in which the caller names the axes that share a mean.",
+        epilog=f"commands:\n{commands}\n\nnormjax COMMAND --help says more about one of them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"normjax {__version__}")
+    parser.add_argument("command", nargs="?", choices=list(_COMMANDS), metavar="COMMAND", help="what to do")
+    return parser
+
+
+def _train_parser() -> argparse.ArgumentParser:
+    from normjax.lab import config as configs
+
+    parser = _Parser(
+        prog="normjax train",
+        description="Train a small convolutional classifier on the digits of scikit-learn and compare its accuracy "
+        "with running and with batch statistics.",
+        epilog="examples: normjax train digits | normjax train digits --norm.family group --train.epochs 3 | "
+        "normjax train my.toml --out runs/mine | normjax train --resume runs/mine",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "config", nargs="?", help=f"a preset ({', '.join(configs.presets())}) or the path of a .toml file"
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, help="the run folder (default: a new one under runs/)")
+    parser.add_argument("--resume", metavar="DIR", type=Path, help="go on with the run in this folder")
+    group = parser.add_argument_group("keys of the config, each over what the file says")
+    for key, field in configs.all_keys().items():
+        doc = field.metadata["doc"].replace("%", "%%")
+        group.add_argument(f"--{key}", metavar="VALUE", dest=key, help=f"{doc} (the default: {_shown(field.default)})")
+    return parser
+
+
+def _shown(value: Any) -> str:
+    """A default as one would type it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _train(arguments: list[str]) -> int:
+    """`normjax train`."""
+    try:
+        from normjax.lab import config as configs
+    except ImportError as error:
+        raise _UsageError(str(error)) from None
+    from normjax.lab.errors import UserError
+
+    options, unknown = _train_parser().parse_known_args(arguments)
+    if unknown:
+        flags = [text for text in unknown if text.startswith("--")]
+        if flags:
+            known = ", ".join(f"--{key}" for key in ("out", "resume", *configs.all_keys()))
+            raise _UsageError(f"unknown option {flags[0].partition('=')[0]}; the options are {known}")
+        raise _UsageError(f"unexpected argument {unknown[0]!r}; give one preset or path, and options as --KEY VALUE")
+    overrides = {key: value for key in configs.all_keys() if (value := getattr(options, key)) is not None}
+    try:
+        return _run(options.config, options.out, options.resume, overrides)
+    except UserError as error:
+        raise _UsageError(str(error)) from error
+
+
+def _run(source: str | None, out: Path | None, resume: Path | None, overrides: dict[str, str]) -> int:
+    """Check everything, and only then make or touch a folder."""
+    from normjax.lab import config as configs
+    from normjax.lab.errors import UserError
+
+    if resume is None and source is None:
+        raise UserError(f"give a preset ({', '.join(configs.presets())}), the path of a .toml file, or --resume DIR")
+    if resume is not None and out is not None:
+        raise UserError("--out and --resume exclude each other; --resume DIR writes into DIR")
+    # The config first: a wrong key is told before the seconds that the heavy imports take.
+    config = configs.load(source, overrides) if source is not None and resume is None else None
+
+    from normjax.lab import plots, progress, runs, train
+    from normjax.lab.data import load_digits
+
+    if resume is not None:
+        config = runs.resumed_config(resume, source, overrides)
+    path = resume or out or runs.next_folder(str(source))
+    if resume is None:
+        runs.check_free(path)
+    assert config is not None
+    digits = load_digits(config)
+    built = train.build(config, digits)
+    with (
+        train.stop_on_interrupt() as stop,
+        runs.RunFolder.reopen(path, config) if resume else runs.RunFolder.create(path, config) as folder,
+    ):
+        print(f"run folder {path}", flush=True)
+        shown = progress.make_progress(config.train.epochs)
+        try:
+            train.fit(config, digits, folder, shown, built, stop, resume=resume is not None)
+        except train.Interrupted as done:
+            return _complain(f"interrupted; saved at step {done.step}; go on with: {runs.resume_command(path)}", 130)
+        records = runs.read_metrics(path)
+        progress.print_summary(records[-1], len(digits.held_out.labels))
+        title = f"digits, {config.norm.family} norm" if config.norm.family != "none" else "digits, no norm"
+        runs.write_atomically(path / runs.CURVES, plots.curves_png(records, title))
+        print(f"curves in {path / runs.CURVES}", flush=True)
+    return 0

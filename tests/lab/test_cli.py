@@ -1,0 +1,133 @@
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import normjax
+from normjax.cli import main
+from tests.lab.runners import TINY, start, tree
+
+
+def test_version_prints_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"normjax {normjax.__version__}\n"
+
+
+def test_python_dash_m_normjax_is_the_command():
+    process = start("--version")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, f"normjax {normjax.__version__}\n", "")
+
+
+def test_help_names_the_commands_and_help_of_train_names_every_preset_and_key(capsys):
+    from normjax.lab import config as configs
+
+    assert main(["--help"]) == 0
+    assert "train" in capsys.readouterr().out
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for word in [*configs.presets(), *(f"--{key} VALUE" for key in configs.all_keys()), "--out DIR", "--resume DIR"]:
+        assert word in shown
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with things that are no good."""
+    monkeypatch.chdir(tmp_path)
+    Path("broken.toml").write_text("[norm\n")
+    Path("adir.toml").mkdir()
+    Path("taken").mkdir()
+    Path("taken/notes.txt").write_text("mine")
+    Path("taken.txt").write_text("a file")
+    Path("old").mkdir()
+    Path("old/config.toml").write_text("seed = 0\n")
+    return tmp_path
+
+
+BAD_INPUT = {
+    "": "which command? One of: train; normjax --help says more",
+    "tain digits": "argument COMMAND: invalid choice: 'tain' (choose from",
+    "--verbose": "unrecognized arguments: --verbose",
+    "train": "give a preset (digits, digits-group, ",
+    "train digit": "unknown preset 'digit'; the presets are digits, digits-group, digits-instance, digits-layer, ",
+    "train absent.toml": "absent.toml: no such file; give a preset (digits, ",
+    "train broken.toml": "broken.toml: is not TOML: ",
+    "train adir.toml": "adir.toml: cannot be read (Is a directory); give a readable TOML file",
+    "train digits digits": "unexpected argument 'digits'; give one preset or path, and options as --KEY VALUE",
+    "train digits --norm.famly group": "unknown option --norm.famly; the options are --out, --resume, --seed, ",
+    "train digits --norm.famly=group": "unknown option --norm.famly; the options are --out, --resume, --seed, ",
+    "train digits --norm.family": "argument --norm.family: expected one argument",
+    "train digits --norm.family gruop": "norm.family is 'gruop'; it must be one of batch, layer, ",
+    "train digits --train.epochs 1.5": "--train.epochs: expected a whole number, not '1.5'",
+    "train digits --train.batch_size 9999": "train.batch_size is 9999, but there are 1437 training images; make it",
+    "train digits-group --model.features 12": 'config [norm]: group_norm: layout="N H W C=(G=8 K)": the factors of ',
+    "train digits --norm.axis_names N+HW": 'config [norm]: batch_norm: axis_names="N+HW": ',
+    "train digits --norm.axis_names C": "config [norm]: batch_norm: ",
+    "train digits --norm.channel K": "config [norm]: batch_norm: ",
+    "train digits --out taken": "--out taken: exists already and is not an empty folder; name another",
+    "train digits --out taken.txt": "--out taken.txt: exists already and is not an empty folder; name another",
+    "train digits --out taken.txt/run": "--out taken.txt/run: no folder can be made in ",
+    "train digits --out old": "--out old: this run folder exists; go on with it by normjax train --resume old, or name",
+    "train --out here --resume old": "--out and --resume exclude each other; --resume DIR writes into DIR",
+    "train --resume absent": "--resume absent: no such run folder; give the folder that --out named",
+    "train --resume taken": "--resume taken: has no config.toml, so it is not a run folder; give the one that --out",
+    "train --resume old": "--resume old: holds no checkpoint yet; start anew: normjax train old/config.toml",
+    "train --resume old --seed 1": "--resume old: the config differs: seed is 1 here and 0 in the run; leave that out",
+    "train digits-none --resume old": "--resume old: the config differs: norm.family is 'none' here and 'batch' in",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_INPUT)
+def test_bad_input_is_one_line_on_stderr_exit_2_and_changes_nothing_on_disk(arguments, folder, capsys):
+    before = tree(folder)
+    assert main([word.replace("+", " ") for word in arguments.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("normjax: error: ")
+    assert BAD_INPUT[arguments].replace("N+HW", "N HW") in printed.err
+    assert printed.err.count("\n") == 1
+    assert tree(folder) == before
+
+
+def test_bad_input_in_a_process_of_its_own_leaves_no_traceback(tmp_path):
+    process = start("train", "digits", "--norm.family", "gruop", cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, "")
+    assert err.startswith("normjax: error: digits: norm.family is 'gruop'; it must be one of ")
+    assert err.count("\n") == 1
+    assert tree(tmp_path) == {}
+
+
+def test_a_missing_extra_is_named_with_the_command_that_brings_it(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("normjax.lab")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(normjax, "lab", raising=False)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(["train", "digits"]) == 2
+    message = 'normjax.lab needs rich: pip install "normjax[lab]"'
+    assert capsys.readouterr().err == f"normjax: error: {message}\n"
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module("normjax.lab")
+    assert str(caught.value) == message
+    assert main(["--version"]) == 0
+
+
+def test_the_library_does_not_import_the_lab_or_the_command():
+    code = "import sys, normjax; print([n for n in sys.modules if n.startswith(('normjax.lab', 'normjax.cli'))])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_an_interrupt_before_training_says_so_and_exits_130(monkeypatch, capsys, tmp_path):
+    from normjax.lab import config as configs
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(configs, "load", interrupted)
+    assert main(["train", *TINY]) == 130
+    assert capsys.readouterr().err == "normjax: interrupted before training began; nothing was changed\n"
+    assert tree(tmp_path) == {}
