@@ -158,7 +158,7 @@ def test_every_link_of_the_readme_leads_to_a_file():
 
 def test_the_accuracy_table_of_the_readme_has_the_rows_that_the_command_prints():
     printed = accuracy.table().splitlines()
-    written = README.split("<!-- accuracy -->\n", 1)[1].split("\n<!-- /accuracy -->", 1)[0].splitlines()
+    written = README.split("<!-- accuracy -->", 1)[1].split("<!-- /accuracy -->", 1)[0].strip().splitlines()
     assert written[:2] == printed[:2]
     labels = [[line.split(" | ")[:2] for line in lines[2:]] for lines in (written, printed)]
     assert labels[0] == labels[1]
