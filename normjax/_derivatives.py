@@ -229,7 +229,7 @@ def _affine_fwd(form: Form, x, wide, stats: Statistics, scale, bias, eps, where)
     return _affine(form, x, wide, stats, scale, bias, eps, where), (x, stats, scale, eps, where)
 
 
-def _affine_bwd(form: Form, saved, g):
+def _affine_bwd(form: Form, saved: Any, g):
     x, stats, scale, eps, where = saved
     wide = x.astype(g.dtype)
     if where is not None:
@@ -240,14 +240,14 @@ def _affine_bwd(form: Form, saved, g):
     gamma = _gamma(form, scale, g.dtype)
     u = g if gamma is None else g * gamma
     group = r.shape
-    if gamma is None or all(size in (1, target) for size, target in zip(gamma.shape, group, strict=True)):
+    if scale is None or all(size in (1, target) for size, target in zip(scale.shape, group, strict=True)):
         # γ is constant within a group: the group's sums serve γ̄ and β̄ as well, and XLA reads g half as often.
         sum_g, sum_gx = _sum_to(g, group), _sum_to(g * x_hat, group)
         sum_u, sum_ux = (sum_g, sum_gx) if gamma is None else (sum_g * gamma, sum_gx * gamma)
-        d_scale = None if scale is None else _sum_to(sum_gx, scale.shape)
+        d_scale = None if scale is None else _sum_to(sum_gx, scale.shape).astype(scale.dtype)
     else:
         sum_g, sum_u, sum_ux = g, _sum_to(u, group), _sum_to(u * x_hat, group)
-        d_scale = _sum_to(g * x_hat, scale.shape)
+        d_scale = _sum_to(g * x_hat, scale.shape).astype(scale.dtype)
     d_bias = None
     if form.bias_shape is not None:
         coarse = all(size in (1, target) for size, target in zip(form.bias_shape, sum_g.shape, strict=True))
@@ -255,8 +255,8 @@ def _affine_bwd(form: Form, saved, g):
     d_mean = None if stats.shift is None else -(r * sum_u)
     d_var = -0.5 * (r * (r * sum_ux))  # r² apart: r³ would overflow where r² does not
     d_stats = Statistics(d_mean, None if stats.offset is None else d_mean, d_var, None)
-    d_scale = None if d_scale is None else d_scale.astype(scale.dtype)
-    return None, u * r, d_stats, d_scale, d_bias, jnp.sum(d_var).astype(eps.dtype).reshape(eps.shape), None
+    d_eps = jnp.sum(d_var).reshape(eps.shape)
+    return None, u * r, d_stats, d_scale, d_bias, d_eps, None
 
 
 def _affine_jvp(form: Form, primals, tangents):
@@ -267,8 +267,8 @@ def _affine_jvp(form: Form, primals, tangents):
     @jax.checkpoint
     def tangent(x, stats, scale, eps, where, d_wide, d_stats, d_scale, d_bias, d_eps):
         wide = x.astype(d_wide.dtype)
-        if where is not None:
-            lost = _lost(where, wide)
+        lost = None if where is None else _lost(where, wide)
+        if lost is not None:
             wide = jnp.where(lost, 0, wide)
         r = _inverse_std(stats.var, eps, stats.count)
         x_hat = _centred(wide, stats.shift, stats.offset) * r
@@ -276,7 +276,7 @@ def _affine_jvp(form: Form, primals, tangents):
         gamma = _gamma(form, scale, d.dtype)
         d = d if gamma is None else d * gamma + x_hat * d_scale.astype(d.dtype)
         d = d if d_bias is None else d + d_bias
-        return d if where is None else jnp.where(lost, 0, d)
+        return d if lost is None else jnp.where(lost, 0, d)
 
     return y, tangent(x, stats, scale, eps, where, d_wide, d_stats, d_scale, d_bias, d_eps)
 

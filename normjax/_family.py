@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from normjax import _mapped
 from normjax._axes import Spec, quote, resolve
@@ -148,12 +149,13 @@ def _batch_norm(
             f'{fn}: axis_names="{" ".join(spec.axis_names)}" holds no mapped axis, only axes of layout "{layout}"; '
             "add the name of the vmap, pmap or shard_map axis to synchronise over, or call batch_norm."
         )
+    statistics = None
     if state is not None:
         check_state(fn, state)
         check_kept(spec, state)
         statistics = given_statistics(spec, state, "state", wide.dtype, stack_cure(state))
     if frozen:
-        if state is None:
+        if statistics is None:
             raise ValueError(
                 f"{fn}: train=False normalises by running statistics, but state=None; pass the BatchStats that "
                 "training returned, or use_batch_stats=True to normalise by this batch."
@@ -192,7 +194,7 @@ def _batch_norm(
 def _as_bool(fn: str, argument: str, value) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(
             f"{fn}: {argument} is traced, but it chooses the program: keep it out of jit's arguments, "
             f'or make it static with jax.jit(f, static_argnames="{argument}").'

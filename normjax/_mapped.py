@@ -8,6 +8,7 @@ their transposes are the backward's collectives, and the gradient may be taken i
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def _cast(x, axes):
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def vary_alike(tree):
+def vary_alike(tree: Any) -> Any:
     """Marks every array of a tree as varying over the axes that any of them varies over, so a rule may combine them."""
     leaves = jax.tree.leaves(tree)
     axes = frozenset().union(*(varying(leaf) for leaf in leaves))

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from normjax import _mapped
 from normjax._axes import Spec, resolve
@@ -111,7 +112,7 @@ def pooled_statistics(spec: Spec, x, wide, where, *, center: bool, axis_index_gr
     if not spec.mapped:
         return stats
     stats = _mapped.pool(spec, stats, spec.group_size, axis_index_groups)
-    return jax.tree.map(lambda array: jax.ad_checkpoint.checkpoint_name(array, STATS_NAME), stats)
+    return jax.tree.map(lambda array: checkpoint_name(array, STATS_NAME), stats)
 
 
 def as_moments(spec: Spec, stats: Statistics, apart: tuple[str, ...] = ()) -> Moments:

@@ -133,7 +133,7 @@ def normalized(spec: Spec, x, wide, params, stats: Statistics, *, where, eps, dt
             scale = _parameter(spec, params.scale, "params.scale", params.names, wide.dtype)
         if params.bias is not None:
             bias = _parameter(spec, params.bias, "params.bias", params.names, wide.dtype).astype(wide.dtype)
-    operands = (x, wide, stats, scale, bias, _as_eps(spec, eps, wide.real.dtype), where)
+    operands: Any = (x, wide, stats, scale, bias, _as_eps(spec, eps, wide.real.dtype), where)
     y = affine(*_mapped.vary_alike(operands), zero_centered=zero_centered, derivative=derivative)
     return jnp.reshape(y.astype(out), spec.shape)
 

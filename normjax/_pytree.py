@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 from jax import export
@@ -15,6 +15,7 @@ _classes: list[type] = []
 _known_to_flax: set[type] = set()
 
 
+@dataclass_transform(frozen_default=True, eq_default=False)
 def pytree(static: Iterable[str]) -> Callable[[type[T]], type[T]]:
     """Returns a decorator: a frozen dataclass registered with JAX and `jax.export`; `static` fields are no leaves.
 
@@ -50,10 +51,10 @@ def as_names(names: Any) -> Any:
     return tuple(names) if isinstance(names, Iterable) else names
 
 
-def settle(instance: Any) -> None:
+def settle(self: Any) -> None:
     """Ends the construction of an instance: its names become a tuple, and Flax, once imported, learns its class."""
-    object.__setattr__(instance, "names", as_names(instance.names))
-    if type(instance) not in _known_to_flax:
+    object.__setattr__(self, "names", as_names(self.names))
+    if type(self) not in _known_to_flax:
         teach_flax()
 
 
@@ -94,15 +95,15 @@ def _from_state_dict(instance: Any, state: dict[str, Any]) -> Any:
     return dataclasses.replace(instance, **restored)
 
 
-def show(instance: Any) -> str:
+def show(self: Any) -> str:
     """The repr: `BatchStats(mean=float32[64], …, names='C')`."""
     parts = []
-    for field in dataclasses.fields(instance):
-        value = getattr(instance, field.name)
+    for field in dataclasses.fields(self):
+        value = getattr(self, field.name)
         if field.name == "names":
             parts.append(f"names={' '.join(map(str, value))!r}" if isinstance(value, tuple) else f"names={value!r}")
         elif hasattr(value, "dtype") and hasattr(value, "shape"):
             parts.append(f"{field.name}={value.dtype}[{','.join(map(str, value.shape))}]")
         else:
             parts.append(f"{field.name}={value!r}")
-    return f"{type(instance).__name__}({', '.join(parts)})"
+    return f"{type(self).__name__}({', '.join(parts)})"
