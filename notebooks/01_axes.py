@@ -170,7 +170,7 @@ for panel, values in zip(panels, [signal, *normalised.values()], strict=True):
     panel.set_xlabel("position (index)")
 for panel, title in zip(panels[1:], readings, strict=True):
     panel.set(title=title, ylabel="normalised (standard deviations)")
-panels[0].legend(frameon=False)
+panels[0].legend(frameon=False, fontsize=8.5, handlelength=1.2)
 plt.show()
 
 # %%

@@ -5,6 +5,7 @@ The `.py` (jupytext percent) is what people edit; the `.ipynb` is its pairing, e
 
 import asyncio
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -39,8 +40,10 @@ def execute(script: Path, folder: Path, timeout: float) -> nbformat.NotebookNode
 
 
 def main() -> None:
-    """Rewrites every `.ipynb` in this folder."""
+    """Rewrites every `.ipynb` in this folder, or those whose number is given: `python -m notebooks.execute 02`."""
     for script in sorted(HERE.glob("[0-9]*.py")):
+        if sys.argv[1:] and not script.name.startswith(tuple(sys.argv[1:])):
+            continue
         with tempfile.TemporaryDirectory() as folder:
             notebook = execute(script, Path(folder), timeout=120)
         nbformat.write(notebook, script.with_suffix(".ipynb"))
