@@ -114,15 +114,16 @@ def parse_names(fn: str, axis_names: Any, argument: str = "axis_names") -> tuple
         names = tuple(axis_names)
     else:
         raise TypeError(f'{fn}: {argument} must be a string such as "N H W" or a tuple of names; got {axis_names!r}.')
+    asked = f'{fn}: {argument}="{" ".join(map(str, names))}"'
     if not names:
-        raise ValueError(f"{fn}: {argument}={axis_names!r} names no axis; name the axes whose entries share a mean.")
+        raise ValueError(f"{asked} names no axis; name the axes whose entries share a mean.")
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"{fn}: {argument}={axis_names!r}: names are strings; got {name!r}.")
+            raise TypeError(f"{asked}: names are strings; got {name!r}.")
         if name != ELLIPSIS and not name.isidentifier():
-            raise ValueError(f"{fn}: {argument}={axis_names!r}: '{name}' is not a name; separate names by spaces.")
+            raise ValueError(f"{asked}: '{name}' is not a name; separate names by spaces.")
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise ValueError(f"{fn}: {argument}={axis_names!r}: {quote(twice)} is given twice.")
+        raise ValueError(f"{asked}: {quote(twice)} is given twice.")
     return names
 
 
@@ -339,8 +340,8 @@ def unbound_error(spec: Spec, name: str) -> ValueError:
     if pieces := _pieces(name, known):
         fixed = " ".join(dict.fromkeys(n for given in spec.axis_names for n in (pieces if given == name else [given])))
         mend = f'For array axes write "{fixed}". '
-    elif close := difflib.get_close_matches(name, known, n=1):
-        mend = f"Did you mean '{close[0]}'? "
+    elif close := difflib.get_close_matches(name.casefold(), [n.casefold() for n in known], n=1):
+        mend = f"Did you mean '{next(n for n in known if n.casefold() == close[0])}'? "
     return ValueError(
         f'{spec.fn}: axis_names="{asked}": \'{name}\' is neither in layout "{spec.layout}" nor a mapped axis here. '
         f"{mend}To synchronise, call inside shard_map, pmap or vmap with the axis name '{name}'; "
@@ -391,10 +392,12 @@ def describe(shape, *, layout: str, axis_names) -> str:
     names = [name for name, _ in kept]
 
     def init(axes: list[str]) -> str:
-        named = {
-            name: math.prod(spec.expanded[i] for i in spec.positions(name)) for name in axes if name.isidentifier()
-        }
-        return f"Affine.init({', '.join(f'{name}={size}' for name, size in named.items())})"
+        if not axes:
+            return "none"
+        if ELLIPSIS in axes:
+            return f'Affine(scale, bias, names="{" ".join(axes)}")'
+        sizes = (f"{name}={math.prod(spec.expanded[i] for i in spec.positions(name))}" for name in axes)
+        return f"Affine.init({', '.join(sizes)})"
 
     return "\n".join(
         [

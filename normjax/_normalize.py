@@ -91,23 +91,30 @@ def _parameter(spec: Spec, value, what: str, names, dtype):
     return spec.align(array, names, what)
 
 
+def _is_real(value) -> bool:
+    return (hasattr(value, "dtype") and jnp.isrealobj(value)) or isinstance(value, (int, float))
+
+
 def _as_eps(spec: Spec, eps, dtype):
     if isinstance(eps, (int, float)) and not eps >= 0:
         raise ValueError(f"{spec.fn}: eps={eps!r} must be at least 0; it is added to the variance, inside the root.")
-    array = jnp.asarray(eps)
-    if array.ndim or not jnp.issubdtype(array.dtype, jnp.number) or jnp.iscomplexobj(array):
+    if jnp.ndim(eps) or not _is_real(eps):
         raise TypeError(f"{spec.fn}: eps must be a real scalar; got {eps!r}.")
+    array = jnp.asarray(eps)
     return jnp.reshape(array.astype(dtype), [1] * len(spec.expanded))
 
 
 def _output_dtype(fn: str, dtype, x):
     if dtype is None:
         return x.dtype
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.complexfloating if jnp.iscomplexobj(x) else jnp.inexact):
-        kind = "complex, as x is" if jnp.iscomplexobj(x) else "a floating-point dtype"
-        raise TypeError(f"{fn}: dtype={dtype} must be {kind}.")
-    return dtype
+    kind, said = (jnp.complexfloating, "complex") if jnp.iscomplexobj(x) else (jnp.inexact, "floating-point")
+    try:
+        given = jnp.dtype(dtype)
+    except TypeError:
+        given = None
+    if given is None or not jnp.issubdtype(given, kind):
+        raise TypeError(f"{fn}: dtype={dtype!r} must be a {said} dtype, since x is {x.dtype}.")
+    return given
 
 
 def given_statistics(spec: Spec, source, what: str, dtype, cure: str = "") -> Statistics:

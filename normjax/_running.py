@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from normjax import _mapped
 from normjax._axes import Spec, parse_names, quote
@@ -66,6 +68,23 @@ class BatchStats:
         )
 
 
+_KEPT = "it is the share of the old value that is kept, one minus the weight of the new batch"
+
+
+def _check_share(fn: str, argument: str, value, meaning: str) -> None:
+    """Raises unless value is a number between 0 and 1; one that is traced is taken as it is."""
+    if isinstance(value, Tracer):
+        return
+    if (
+        isinstance(value, bool)
+        or jnp.ndim(value)
+        or not isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
+    ):
+        raise TypeError(f"{fn}: {argument} must be a number between 0 and 1; got {value!r}.")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{fn}: {argument}={value!r} must lie between 0 and 1; {meaning}.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Ema:
     """Exponential moving average.
@@ -81,30 +100,32 @@ class Ema:
     debias: bool = False
 
     def __post_init__(self):
-        if isinstance(self.new_weight, (int, float)) and not 0 <= self.new_weight <= 1:
-            raise ValueError(
-                f"Ema: new_weight={self.new_weight!r} must lie between 0 and 1; it is the weight of the new batch "
-                "(Flax's and Keras' momentum is one minus it: Ema.flax, Ema.keras)."
-            )
+        _check_share("Ema", "new_weight", self.new_weight, "it is the weight of the new batch")
 
     @classmethod
     def torch(cls, momentum: float | None = 0.1) -> "Ema | Cumulative":
         """PyTorch's `momentum`: the weight of the new batch, unbiased variance; None averages over all updates."""
-        return Cumulative(by="updates", unbiased=True) if momentum is None else cls(momentum, unbiased=True)
+        if momentum is None:
+            return Cumulative(by="updates", unbiased=True)
+        _check_share("Ema.torch", "momentum", momentum, "in PyTorch it is the weight of the new batch")
+        return cls(momentum, unbiased=True)
 
     @classmethod
     def flax(cls, momentum: float = 0.99) -> "Ema":
         """Flax's `momentum`: the share of the old value that is kept."""
+        _check_share("Ema.flax", "momentum", momentum, _KEPT)
         return cls(1 - momentum)
 
     @classmethod
     def keras(cls, momentum: float = 0.99) -> "Ema":
         """Keras' `momentum`: the share of the old value that is kept."""
+        _check_share("Ema.keras", "momentum", momentum, _KEPT)
         return cls(1 - momentum)
 
     @classmethod
     def haiku(cls, decay_rate: float = 0.999) -> "Ema":
         """Haiku's `decay_rate`: the share of the old value that is kept, with zero debiasing."""
+        _check_share("Ema.haiku", "decay_rate", decay_rate, _KEPT)
         return cls(1 - decay_rate, debias=True)
 
 
