@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,24 +126,26 @@ def _run(source: str | None, out: Path | None, resume: Path | None, overrides: d
         raise UserError(f"give a preset ({', '.join(configs.presets())}), the path of a .toml file, or --resume DIR")
     if resume is not None and out is not None:
         raise UserError("--out and --resume exclude each other; --resume DIR writes into DIR")
-    # The config first: a wrong key is told before the seconds that the heavy imports take.
-    config = configs.load(source, overrides) if source is not None and resume is None else None
+    if source is not None:
+        configs.load(source, overrides)  # a wrong key is told before the seconds that the imports below take
 
     from normjax.lab import plots, progress, runs, train
     from normjax.lab.data import load_digits
 
-    if resume is not None:
-        config = runs.resumed_config(resume, source, overrides)
-    path = resume or out or runs.next_folder(str(source))
-    if resume is None:
-        runs.check_free(path)
-    assert config is not None
-    digits = load_digits(config)
-    built = train.build(config, digits)
-    with (
-        train.stop_on_interrupt() as stop,
-        runs.RunFolder.reopen(path, config) if resume else runs.RunFolder.create(path, config) as folder,
-    ):
+    with ExitStack() as stack:
+        if resume is not None:
+            config = runs.resumed_config(resume, source, overrides)
+            path = resume
+            folder = stack.enter_context(runs.RunFolder.reopen(path, config))
+        else:
+            config = configs.load(str(source), overrides)
+            path = out or runs.next_folder(str(source))
+            runs.check_free(path)
+            folder = None
+        digits = load_digits(config)
+        built = train.build(config, digits)
+        stop = stack.enter_context(train.stop_on_interrupt())
+        folder = folder or stack.enter_context(runs.RunFolder.create(path, config))
         print(f"run folder {path}", flush=True)
         shown = progress.make_progress(config.train.epochs)
         try:

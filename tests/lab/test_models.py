@@ -15,6 +15,11 @@ def norm_config(family: str, **options) -> NormConfig:
     return NormConfig(**({"family": family} | FAMILIES[family] | options))
 
 
+@nnx.jit(static_argnames=("train", "use_batch_stats"))
+def call(norm, x, *, train, use_batch_stats=False):
+    return norm(x, train=train, use_batch_stats=use_batch_stats)
+
+
 def images(rng, *shape: int) -> jnp.ndarray:
     return jnp.asarray(rng.normal(1, 2, shape), jnp.float32)
 
@@ -38,7 +43,7 @@ def test_each_familys_norm_is_the_textbooks(family, rng):
         center=family != "rms",
     )
     # x̂ is within 1e-6 of float64 by contract and below 12 in size here; scale and bias add a rounding each.
-    np.testing.assert_allclose(norm(x, train=True), expected, rtol=0, atol=1e-6 * (1 + np.abs(expected).max()))
+    np.testing.assert_allclose(call(norm, x, train=True), expected, rtol=0, atol=1e-6 * (1 + np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -46,10 +51,10 @@ def test_only_batch_norm_keeps_running_statistics_and_only_training_moves_them(f
     norm = Norm(16, norm_config(family))
     x = images(rng, 4, 3, 3, 16)
     start = nnx.to_pure_dict(nnx.state(norm, RunningStat))
-    norm(x, train=False)
-    norm(x, train=False, use_batch_stats=True)
+    call(norm, x, train=False)
+    call(norm, x, train=False, use_batch_stats=True)
     after_evaluation = nnx.to_pure_dict(nnx.state(norm, RunningStat))
-    norm(x, train=True)
+    call(norm, x, train=True)
     moved = nnx.to_pure_dict(nnx.state(norm, RunningStat))
     assert bool(moved) == (family == "batch")
     for before, between in zip(jax.tree.leaves(start), jax.tree.leaves(after_evaluation), strict=True):
@@ -66,9 +71,10 @@ def test_the_batch_mean_is_what_the_running_mean_moves_towards(layout, rng):
     x = images(rng, 4, 3, 3, 4)
     # Means of equal ghost batches average to the mean of all; 36 additions of numbers below 10.
     atol = 36 * np.finfo(np.float32).eps * 10
-    np.testing.assert_allclose(norm.batch_mean(x), np.asarray(x, np.float64).mean((0, 1, 2)), rtol=0, atol=atol)
-    norm(x, train=True)
-    np.testing.assert_allclose(norm.stats.mean[...], 0.1 * norm.batch_mean(x), rtol=1e-6, atol=atol)
+    batch_mean = nnx.jit(Norm.batch_mean)(norm, x)
+    np.testing.assert_allclose(batch_mean, np.asarray(x, np.float64).mean((0, 1, 2)), rtol=0, atol=atol)
+    call(norm, x, train=True)
+    np.testing.assert_allclose(norm.stats.mean[...], 0.1 * batch_mean, rtol=1e-6, atol=atol)
 
 
 def abstract_classifier(features: tuple[int, ...], family: str) -> Classifier:

@@ -18,8 +18,9 @@ from tests.lab.runners import EPOCH, TINY, checkpoint, start, tree
 def test_a_run_stopped_by_sigint_in_mid_epoch_and_resumed_equals_an_unbroken_one_byte_for_byte(unbroken, tmp_path):
     folder = tmp_path / "a run"
     process = start("train", *TINY, "--out", str(folder))
-    while process.poll() is None and not runs.read_metrics(folder):
-        time.sleep(0.002)
+    metrics = folder / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130
@@ -94,7 +95,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(job, whole
     assert (whole / "metrics.jsonl").read_bytes() != (tmp_path / "other" / "metrics.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("at", [1, 3, 4, 8])  # the first step, in mid-epoch, at an epoch's end, the last step
 def test_an_interrupt_at_any_step_even_repeated_while_saving_loses_and_repeats_nothing(
     at, job, whole, tmp_path, monkeypatch
 ):
