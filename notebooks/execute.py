@@ -3,10 +3,10 @@
 The `.py` (jupytext percent) is what people edit; the `.ipynb` is its pairing, executed, for reading on the web.
 """
 
-import asyncio
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import jupytext
@@ -22,19 +22,16 @@ def execute(script: Path, folder: Path, timeout: float) -> nbformat.NotebookNode
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # random ids would change the file on every run
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    deadline = time.monotonic() + timeout
     client = NotebookClient(
         notebook,
         kernel_name="python3",
+        timeout_func=lambda cell: max(1, int(deadline - time.monotonic())),
         record_timing=False,
         coalesce_streams=True,
         resources={"metadata": {"path": folder}},
     )
-
-    async def run():
-        await asyncio.wait_for(client.async_execute(env=environment), timeout)
-
-    asyncio.run(run())
+    client.execute(env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"})
     notebook.metadata.pop("language_info", None)  # it names the interpreter's patch version
     return notebook
 
