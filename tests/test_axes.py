@@ -141,9 +141,9 @@ BAD = [
     ("N C", 3, (8, 6), TypeError, ["axis_names must be a string", "or a tuple of names", "got 3"]),
     ("N C", None, (8, 6), TypeError, ["axis_names must be a string", "got None"]),
     ("N C", ("N", 1), (8, 6), TypeError, ["names are strings", "got 1"]),
-    ("N C", "", (8, 6), ValueError, ["axis_names=''", "names no axis", "whose entries share a mean"]),
-    ("N C", (), (8, 6), ValueError, ["axis_names=()", "names no axis"]),
-    ("N C", "N N", (8, 6), ValueError, ["axis_names='N N'", "'N' is given twice"]),
+    ("N C", "", (8, 6), ValueError, ['axis_names=""', "names no axis", "whose entries share a mean"]),
+    ("N C", (), (8, 6), ValueError, ["axis_names=", "names no axis"]),
+    ("N C", "N N", (8, 6), ValueError, ['axis_names="N N"', "'N' is given twice"]),
     ("N C", ("N", "N"), (8, 6), ValueError, ["'N' is given twice"]),
     ("N ...", "... ...", (8, 6), ValueError, ["'...' is given twice"]),
     ("N C=(G=2 K)", "C K", (8, 6), ValueError, ['"C K"', "'K' is given twice", "its split axis'"]),
@@ -153,6 +153,7 @@ BAD = [
     ("N C ...", "...", (8, 6), ValueError, ["the unnamed axes", 'layout "N C ..." leaves none']),
     ("N C", "N data", (8, 6), ValueError, ["'data'", "neither in layout", "shard_map, pmap or vmap"]),
     ("N chanel", "channel", (8, 6), ValueError, ["'channel' is neither in layout", "Did you mean 'chanel'?"]),
+    ("N C", "n", (8, 6), ValueError, ["'n' is neither in layout", "Did you mean 'N'?"]),
     ("N C", "NC", (8, 6), ValueError, ["'NC' is neither", 'For array axes write "N C".']),
 ]
 

@@ -159,8 +159,8 @@ def test_the_mode_table(train, use_batch_stats, by, moves, boolean, rng):
 
 
 @pytest.mark.parametrize("mode", [{"train": True}, {"train": False, "use_batch_stats": True}])
-def test_no_state_stays_no_state(mode, rng):
-    _, state = nj.batch_norm(rng.normal(size=(4, 3)).astype(np.float32), **SPEC, **mode)
+def test_no_state_stays_no_state(mode):
+    _, state = jax.eval_shape(functools.partial(nj.batch_norm, **SPEC, **mode), np.ones((4, 3), np.float32))
     assert state is None
 
 
@@ -180,10 +180,16 @@ def test_the_other_layers_accept_train_and_return_the_state_untouched(name, rng)
     x = rng.normal(size=(4, 6)).astype(np.float32)
     layer = functools.partial(getattr(nj, name), x, layout="N C=(G=2 K)", axis_names="K")
     state = object()  # whatever it is
-    results = [layer(None, state, train=train) for train in (True, False, None, "train")]
-    for y, returned in results:
-        assert returned is state
-        np.testing.assert_array_equal(y, results[0][0])
+
+    @jax.jit
+    def each():
+        results = [layer(None, state, train=train) for train in (True, False, None, "train")]
+        assert all(returned is state for _, returned in results)
+        return [y for y, _ in results]
+
+    ys = each()
+    for y in ys:
+        np.testing.assert_array_equal(y, ys[0])
 
 
 # --- errors: arguments of batch_norm beside x = ones (4, 3), layout "N C", axis_names "N", train=True
@@ -278,14 +284,18 @@ ERRORS = [
     ({"eps": "small"}, TypeError, ["eps must be a real scalar", "'small'"]),
     ({"eps": None}, TypeError, ["eps must be a real scalar", "None"]),
     # the rest
-    ({"dtype": jnp.int32}, TypeError, ["dtype=int32 must be a floating-point dtype"]),
+    ({"dtype": jnp.int32}, TypeError, ["dtype=", "int32", "must be a floating-point dtype", "x is float32"]),
     ({"dtype": "nope"}, TypeError, ["dtype=", "nope", "floating-point dtype"]),
     ({"derivative": "backprop"}, ValueError, ["derivative='backprop' is not one of 'vjp', 'jvp', 'autodiff'"]),
     ({"running": 0.9}, TypeError, ["running must be an Ema or a Cumulative", "got float"]),
     ({"x": None}, TypeError, ["x must be an array of numbers", "got NoneType"]),
     ({"x": "abc"}, TypeError, ["x must be an array of numbers", "got str"]),
     ({"x": [[1, 2], [3]]}, TypeError, ["x must be an array of numbers", "got list"]),
-    ({"x": np.ones((4, 3), np.complex64), "dtype": jnp.float32}, TypeError, ["dtype=float32 must be complex, as x is"]),
+    (
+        {"x": np.ones((4, 3), np.complex64), "dtype": jnp.float32},
+        TypeError,
+        ["dtype=", "float32", "must be a complex dtype", "x is complex64"],
+    ),
     (
         {"state": nj.BatchStats.init(C=3, dtype=jnp.complex64), "train": False},
         TypeError,
@@ -512,10 +522,11 @@ def test_the_output_has_the_dtype_asked_for_or_that_of_x(given, asked, rng):
 
 @pytest.mark.parametrize("x", [[[1, 2], [3, 9]], [[1.0, 2.0], [3.0, 9.0]], ((True, False), (False, False))])
 def test_lists_and_numpy_arrays_are_input_too(x):
-    y, _ = nj.layer_norm(x, layout="N D", axis_names="D", where=[[True]] * 2)
+    layer = functools.partial(nj.layer_norm, layout="N D", axis_names="D")
+    y, _ = jax.jit(lambda: layer(x, where=[[True]] * 2))()
     assert y.dtype == jnp.float32
     close(y, reference.normalize(x, layout="N D", axis_names="D"), m=2)
-    np.testing.assert_array_equal(y, nj.layer_norm(np.asarray(x), layout="N D", axis_names="D")[0])
+    close(jax.jit(lambda: layer(np.asarray(x)))()[0], y)
 
 
 def test_numpy_parameters_and_state_are_input_too(rng):
@@ -523,7 +534,8 @@ def test_numpy_parameters_and_state_are_input_too(rng):
     params, state = filled(rng)
     plain = functools.partial(jax.tree.map, np.asarray)
     layer = functools.partial(nj.batch_norm, x, train=True, **SPEC)
-    same(layer(plain(params), plain(state)), layer(params, state))
+    # Closed over, since arguments of jit would be JAX arrays inside.
+    same(jax.jit(lambda: layer(plain(params), plain(state)))(), jax.jit(lambda: layer(params, state))())
 
 
 @pytest.mark.case(99)
@@ -597,7 +609,8 @@ def test_a_batch_that_is_masked_out_gives_the_bias_and_leaves_the_state(rng):
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "instance_norm"])
 def test_layers_of_nothing_are_nothing(name, shape):
-    y, _ = getattr(nj, name)(np.zeros(shape, np.float32), layout="N D", axis_names="D")
+    layer = functools.partial(getattr(nj, name), layout="N D", axis_names="D")
+    y, _ = jax.jit(layer)(np.zeros(shape, np.float32))
     assert y.shape == shape
 
 

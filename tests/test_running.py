@@ -95,7 +95,8 @@ def test_each_framework_s_number_means_what_it_means_there(running, translated, 
 @pytest.mark.case(97)
 def test_the_forward_divides_by_m_whatever_is_stored(running):
     x = np.array([[0.0], [0.0], [6.0]], np.float32)
-    y, state = nj.batch_norm(x, None, nj.BatchStats.init(C=1), train=True, running=running, eps=0.0, **SPEC)
+    layer = functools.partial(nj.batch_norm, train=True, running=running, eps=0.0, **SPEC)
+    y, state = jax.jit(layer)(x, None, nj.BatchStats.init(C=1))
     close(y[:, 0], np.array([-2, -2, 4]) / np.sqrt(8))
     batch = 12.0 if running.unbiased else 8.0
     close(state.var, [1 + running.new_weight * (batch - 1)])
@@ -166,7 +167,7 @@ UNBIASED = {"train": True, "running": nj.Ema(0.5, unbiased=True), "layout": "N C
 def mapped(rows, groups=None):
     """The state after one batch of two mapped rows."""
     layer = functools.partial(nj.batch_norm, axis_index_groups=groups, **UNBIASED)
-    return jax.vmap(lambda x: layer(x, None, nj.BatchStats.init(C=1))[1], axis_name="data")(rows)
+    return jax.jit(jax.vmap(lambda x: layer(x, None, nj.BatchStats.init(C=1))[1], axis_name="data"))(rows)
 
 
 def test_one_entry_on_each_of_two_devices_is_enough_for_an_unbiased_variance():
@@ -185,18 +186,21 @@ def test_one_entry_over_all_devices_is_an_error_with_unbiased(devices, groups):
 def test_one_entry_that_only_the_run_knows_of_skips_the_factor(where):
     x = np.array([[3.0], [np.inf]], np.float32)[: len(where)]
     state = nj.BatchStats.init(C=1)
-    _, new = nj.batch_norm(x, None, state, train=True, where=np.array(where), running=nj.Ema.torch(0.5), **SPEC)
+    layer = functools.partial(nj.batch_norm, train=True, running=nj.Ema.torch(0.5), **SPEC)
+    _, new = jax.jit(layer)(x, None, state, where=np.array(where))
     np.testing.assert_array_equal(new.mean, [1.5])
     np.testing.assert_array_equal(new.var, [0.5])
-    new = nj.update(state, nj.moments(x, where=np.array(where), **SPEC), running=nj.Ema.torch(0.5))
+    step = lambda x, where: nj.update(state, nj.moments(x, where=where, **SPEC), running=nj.Ema.torch(0.5))  # noqa: E731
+    new = jax.jit(step)(x, np.array(where))
     np.testing.assert_array_equal(new.var, [0.5])
 
 
 def test_one_entry_is_no_error_where_nothing_is_stored():
     x, state = np.ones((1, 3), np.float32), nj.BatchStats.init(C=3)
     for mode in ({"train": False}, {"train": False, "use_batch_stats": True}):
-        assert nj.batch_norm(x, None, state, running=nj.Ema.torch(), **mode, **SPEC)[1] is state
-    _, new = nj.batch_norm(x, None, state, train=True, running=nj.Ema.flax(0.5), **SPEC)
+        layer = functools.partial(nj.batch_norm, running=nj.Ema.torch(), **mode, **SPEC)
+        assert jax.eval_shape(layer, x, None, state)[0].shape == (1, 3)
+    _, new = jax.jit(functools.partial(nj.batch_norm, train=True, running=nj.Ema.flax(0.5), **SPEC))(x, None, state)
     np.testing.assert_array_equal(new.var, np.full(3, 0.5, np.float32))
 
 
@@ -211,7 +215,7 @@ def test_axes_that_the_state_lacks_are_averaged_by_count(names, unbiased, rng):
     moments = nj.Moments(*(np.asarray(array, np.float32) for array in (mean, var, m)), "G C")
     sizes = {"G": 3, "C": 2}
     state = nj.BatchStats.init(**{name: sizes[name] for name in names.split()})
-    new = nj.update(state, moments, running=nj.Ema(0.25, unbiased))
+    new = jax.jit(functools.partial(nj.update, running=nj.Ema(0.25, unbiased)))(state, moments)
 
     extra = tuple(i for i, name in enumerate("GC") if name not in names.split())
     start = [sizes[name] for name in "GC" if name in names.split()]
@@ -228,7 +232,8 @@ def test_the_state_may_run_along_unnamed_axes(rng):
     x = rng.normal(size=(5, 2, 3)).astype(np.float32)
     start = np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32)
     state = nj.BatchStats(*start, np.int32(0), np.zeros((2, 3), np.float32), "...")
-    _, new = nj.batch_norm(x, None, state, layout="N ...", axis_names="N", train=True, running=nj.Ema(1.0))
+    layer = functools.partial(nj.batch_norm, layout="N ...", axis_names="N", train=True, running=nj.Ema(1.0))
+    _, new = jax.jit(layer)(x, None, state)
     close(new.mean, x.astype(np.float64).mean(0), m=5)
     close(new.var, x.astype(np.float64).var(0), m=5)
 
@@ -338,7 +343,8 @@ def test_the_default_state_is_float32_with_float64_on(x64):
 @pytest.mark.case(25)
 def test_a_float64_state_keeps_float64_precision(x64):
     x = np.array([[1e8], [1e8 + 1]])
-    _, state = nj.batch_norm(x, None, nj.BatchStats.init(C=1, dtype=jnp.float64), train=True, running=nj.Ema(1), **SPEC)
+    layer = jax.jit(functools.partial(nj.batch_norm, train=True, running=nj.Ema(1), **SPEC))
+    _, state = layer(x, None, nj.BatchStats.init(C=1, dtype=jnp.float64))
     np.testing.assert_allclose(state.mean, [1e8 + 0.5], rtol=1e-15)
     np.testing.assert_allclose(state.var, [0.25], rtol=1e-12)
 
@@ -364,12 +370,20 @@ STACKED = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), STATE)
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: nj.Ema(1.5), ValueError, ["Ema: new_weight=1.5", "between 0 and 1", "Ema.flax, Ema.keras"]),
+        (lambda: nj.Ema(1.5), ValueError, ["Ema: new_weight=1.5", "between 0 and 1", "weight of the new batch"]),
         (lambda: nj.Ema(-0.1), ValueError, ["Ema: new_weight=-0.1", "between 0 and 1"]),
         (lambda: nj.Ema(float("nan")), ValueError, ["Ema: new_weight=nan", "between 0 and 1"]),
         (lambda: nj.Ema(np.float32(1.5)), ValueError, ["Ema: new_weight=", "1.5", "between 0 and 1"]),
-        (lambda: nj.Ema("0.1"), TypeError, ["Ema: new_weight='0.1'"]),
-        (lambda: nj.Ema.torch(90), ValueError, ["between 0 and 1"]),
+        (lambda: nj.Ema("0.1"), TypeError, ["Ema: new_weight must be a number", "'0.1'"]),
+        (lambda: nj.Ema(np.ones(3)), TypeError, ["Ema: new_weight must be a number", "array([1., 1., 1.])"]),
+        (
+            lambda: nj.Ema.torch(90),
+            ValueError,
+            ["Ema.torch: momentum=90", "between 0 and 1", "weight of the new batch"],
+        ),
+        (lambda: nj.Ema.flax(1.2), ValueError, ["Ema.flax: momentum=1.2", "share of the old value that is kept"]),
+        (lambda: nj.Ema.keras(-0.5), ValueError, ["Ema.keras: momentum=-0.5", "share of the old value that is kept"]),
+        (lambda: nj.Ema.haiku("x"), TypeError, ["Ema.haiku: decay_rate must be a number", "'x'"]),
         (lambda: nj.Cumulative("epochs"), ValueError, ["Cumulative: by='epochs'", '"entries" or "updates"']),
         (lambda: nj.update(3, MOMENTS), TypeError, ["update: state must be a normjax.BatchStats", "got int"]),
         (lambda: nj.update(STATE, 3), TypeError, ["update: moments must be a normjax.Moments", "got int"]),
@@ -396,7 +410,7 @@ STACKED = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), STATE)
             ["update: moments.mean has shape (3,)"],
         ),
         (lambda: nj.pool_stats(3, "data"), TypeError, ["pool_stats: state must be a normjax.BatchStats", "got int"]),
-        (lambda: nj.pool_stats(STATE, ""), ValueError, ["pool_stats: axis_names=''", "names no axis"]),
+        (lambda: nj.pool_stats(STATE, ""), ValueError, ['pool_stats: axis_names=""', "names no axis"]),
         (lambda: nj.pool_stats(STATE, "a a"), ValueError, ["pool_stats: ", "'a' is given twice"]),
         (lambda: nj.pool_stats(STATE, 3), TypeError, ["pool_stats: axis_names must be a string", "got 3"]),
         (
@@ -507,7 +521,7 @@ def test_replicas_along_an_array_axis_and_a_mapped_axis_pool_at_once(rng):
 
 def test_replicas_that_all_saw_nothing_pool_to_a_fresh_state():
     state = nj.BatchStats(*jax.tree.leaves(STACKED), "device C")
-    got = nj.pool_stats(state, "device")
+    got = jax.jit(lambda state: nj.pool_stats(state, "device"))(state)
     for leaf, fresh in zip(jax.tree.leaves(got), jax.tree.leaves(STATE), strict=True):
         np.testing.assert_array_equal(leaf, fresh)
         assert leaf.dtype == fresh.dtype
@@ -516,7 +530,8 @@ def test_replicas_that_all_saw_nothing_pool_to_a_fresh_state():
 def test_equal_replicas_pool_to_themselves(rng):
     mean, var = rng.normal(1e4, 1.0, 3).astype(np.float32), rng.uniform(1, 2, 3).astype(np.float32)
     one = nj.BatchStats(mean, var, np.int32(2), np.ones(3, np.float32), "C")
-    got = nj.pool_stats(nj.BatchStats(*(np.stack([leaf] * 4) for leaf in jax.tree.leaves(one)), "device C"), "device")
+    four = nj.BatchStats(*(np.stack([leaf] * 4) for leaf in jax.tree.leaves(one)), "device C")
+    got = jax.jit(lambda state: nj.pool_stats(state, "device"))(four)
     np.testing.assert_array_equal(got.mean, one.mean)
     np.testing.assert_array_equal(got.var, one.var)
 
@@ -537,6 +552,6 @@ def test_the_cure_that_the_error_offers_works(rng):
 def test_nothing_flows_through_pooling(rng):
     state = replicas(rng)
     loss = lambda state: jnp.sum(nj.pool_stats(state, "device").var)  # noqa: E731
-    gradient = jax.grad(loss, allow_int=True)(jax.tree.map(jnp.asarray, state))
+    gradient = jax.jit(jax.grad(loss, allow_int=True))(jax.tree.map(jnp.asarray, state))
     np.testing.assert_array_equal(gradient.mean, np.zeros((4, 3)))
     np.testing.assert_array_equal(gradient.var, np.zeros((4, 3)))
