@@ -6,6 +6,7 @@ what a crash left of steps after the last checkpoint is cut off when the run goe
 
 import itertools
 import json
+import logging
 import os
 import shlex
 from collections.abc import Mapping
@@ -138,8 +139,14 @@ class RunFolder:
     def _read(self, item: str, args: Any) -> Any:
         """One item of the newest checkpoint."""
         step = self._manager.latest_step()
+        # Of several arrays that cannot be read orbax raises one error; asyncio would log the others, with tracebacks.
+        log = logging.getLogger("asyncio")
+        level = log.level
+        log.setLevel(logging.CRITICAL)
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+            found = self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+            log.setLevel(level)
+            return found
         except Exception as error:  # orbax and tensorstore raise many kinds; the first line says which file
             reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
             raise UserError(

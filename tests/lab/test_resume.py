@@ -204,9 +204,19 @@ def spoil_arrays(path):
 SPOILED = {
     spoil_metrics: "metrics.jsonl lacks steps up to 537; it was changed: start a new run",
     spoil_config: "the config differs: seed is 1 here and 0 in its checkpoint; mend ",
-    spoil_arrays: "checkpoint 537 cannot be read; start a new run (",
     lambda path: shutil.rmtree(path / "checkpoints"): "holds no checkpoint yet; start anew: normjax train ",
 }
+
+
+def test_unreadable_arrays_leave_no_traceback_at_the_end_of_the_process(unbroken, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(unbroken[0], path)
+    spoil_arrays(path)
+    process = start("train", "--resume", str(path))
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert err.startswith(f"normjax: error: --resume {path}: checkpoint 537 cannot be read; start a new run (")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("spoil", SPOILED)
