@@ -66,7 +66,8 @@ def _sum_to(array, shape):
     return jnp.sum(array, axes, keepdims=True) if axes else array
 
 
-def _square(d):
+def abs_square(d):
+    """|d|², real."""
     return jnp.square(d.real) + jnp.square(d.imag) if jnp.iscomplexobj(d) else jnp.square(d)
 
 
@@ -130,9 +131,9 @@ def _statistics(pooling: Pooling, x, wide, where) -> Statistics:
         shift = checkpoint_name(_shift(pooling, wide, where), STATS_NAME)
         wide = wide - shift
         offset = checkpoint_name(_mean(pooling, wide, where), STATS_NAME)
-    var = _mean(pooling, _square(wide), where)
+    var = _mean(pooling, abs_square(wide), where)
     if offset is not None:
-        var = jnp.maximum(var - _square(offset), 0)
+        var = jnp.maximum(var - abs_square(offset), 0)
     count = None if where is None else _group_count(pooling, wide, where)
     return Statistics(shift, offset, checkpoint_name(var, STATS_NAME), count)
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from normjax._axes import Spec, unbound_error
-from normjax._derivatives import Statistics
+from normjax._derivatives import Statistics, abs_square
 
 # Up to here one psum carries every device's statistics; beyond, its payload grows with the axis, and two psums of sums
 # move less (a vmap over a whole batch is such an axis: its slots would take N² memory).
@@ -103,11 +103,11 @@ def pool(spec: Spec, stats: Statistics, group_size: int, groups: Sequence[Sequen
         count = jnp.full([1] * stats.var.ndim, group_size, stats.var.dtype)
     stats = vary_alike(stats._replace(count=count))
     slots = math.prod(sizes)
-    if slots > MOST_SLOTS and groups is None:
-        return _pool_by_sums(stats, spec.mapped)
     index = jnp.zeros((), jnp.int32)
     for name, size in zip(spec.mapped, sizes, strict=True):
         index = index * size + lax.axis_index(name).astype(jnp.int32)
+    if slots > MOST_SLOTS and groups is None:
+        return _pool_by_sums(stats, spec.mapped, index)
     stacked = _gather(stats, spec.mapped, slots, index)
     if groups is not None:
         of = np.empty(slots, np.int32)
@@ -137,18 +137,21 @@ def _gather(stats: Statistics, names: tuple[str, ...], slots: int, index) -> Sta
     )
 
 
-def _pool_by_sums(stats: Statistics, names: tuple[str, ...]) -> Statistics:
+def _pool_by_sums(stats: Statistics, names: tuple[str, ...], index) -> Statistics:
     """As `merge_stacked`, by two psums: of the shifts, then of the deviations from their mean."""
-    first = stats.var if stats.shift is None else lax.stop_gradient(stats.shift)
-    count, first = psum((stats.count, stats.count * jnp.where(stats.count > 0, first, 0)), names)
+    first = jnp.where(stats.count > 0, stats.var if stats.shift is None else lax.stop_gradient(stats.shift), 0)
+    count, total, anchor = psum((stats.count, stats.count * first, jnp.where(index == 0, first, 0)), names)
     m = jnp.maximum(count, 1)
+    shift = total / m
     if stats.shift is None:
-        return Statistics(None, None, first / m, count)
-    shift = first / m
+        return Statistics(None, None, shift, count)
+    # Where the shards agree to rounding, one shard's own value keeps constant groups exact.
+    near = jnp.abs(shift - anchor) <= 16 * jnp.finfo(shift.dtype).eps * jnp.abs(anchor)
+    shift = jnp.where(near, anchor, shift)
     d = jnp.where(stats.count > 0, (stats.shift - shift) + stats.offset, 0)
-    sums = psum(jnp.stack([stats.count * d, stats.count * (stats.var + jnp.square(d))]), names)
-    offset, square = sums[0] / m, sums[1] / m
-    return Statistics(shift, offset, jnp.maximum(square - jnp.square(offset), 0), count)
+    offset, square = psum((stats.count * d, stats.count * (stats.var + abs_square(d))), names)
+    offset, square = offset / m, square / m
+    return Statistics(shift, offset, jnp.maximum(square - abs_square(offset), 0), count)
 
 
 def merge_stacked(stacked: Statistics) -> Statistics:
@@ -165,9 +168,7 @@ def merge_stacked(stacked: Statistics) -> Statistics:
     shift = anchor + jnp.sum(weight * jnp.where(used, shifts - anchor[None], 0), 0)
     d = jnp.where(used, (stacked.shift - shift[None]) + stacked.offset, 0)
     offset = jnp.sum(weight * d, 0)
-    spread = d - offset[None]
-    square = jnp.square(spread.real) + jnp.square(spread.imag) if jnp.iscomplexobj(d) else jnp.square(spread)
-    return Statistics(shift, offset, jnp.sum(weight * (var + square), 0), total)
+    return Statistics(shift, offset, jnp.sum(weight * (var + abs_square(d - offset[None])), 0), total)
 
 
 def _largest(shifts, used):

@@ -69,21 +69,22 @@ def teach_flax() -> None:
             serialization.register_serialization_state(cls, _to_state_dict, _from_state_dict, override=True)
 
 
-def _leaf_fields(instance: Any) -> list[str]:
+def _present(instance: Any) -> list[str]:
+    """The names of the leaf fields that hold something: a scale or bias that a layer lacks is None."""
     children, _ = jax.tree_util.tree_flatten_with_path(instance, is_leaf=lambda node: node is not instance)
-    return [path[0].name for path, _ in children]
+    return [path[0].name for path, child in children if child is not None]
 
 
 def _to_state_dict(instance: Any) -> dict[str, Any]:
     from flax import serialization
 
-    return {name: serialization.to_state_dict(getattr(instance, name)) for name in _leaf_fields(instance)}
+    return {name: serialization.to_state_dict(getattr(instance, name)) for name in _present(instance)}
 
 
 def _from_state_dict(instance: Any, state: dict[str, Any]) -> Any:
     from flax import serialization
 
-    expected, given = set(_leaf_fields(instance)), set(state)
+    expected, given = set(_present(instance)), set(state)
     if expected != given:
         raise ValueError(
             f"{type(instance).__name__}: the state dict to restore has the fields {sorted(given)}, "

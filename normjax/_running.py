@@ -276,7 +276,8 @@ def _step(state: BatchStats, mean, var, m, running: Ema | Cumulative) -> BatchSt
     def blend(kept, batch):
         dtype = jnp.promote_types(kept.dtype, batch.dtype)
         r, b = kept.astype(dtype), batch.astype(dtype)
-        moved = r + ratio.astype(dtype) * (b - r)
+        share = ratio.astype(dtype)
+        moved = (1 - share) * r + share * b  # not r + share (b - r): it would round a small b away beside r
         if not jnp.iscomplexobj(moved):
             moved = jnp.clip(moved, jnp.minimum(r, b), jnp.maximum(r, b))  # a convex combination, rounding or not
         return jnp.where(seen, moved, r).astype(kept.dtype)
