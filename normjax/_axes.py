@@ -197,6 +197,9 @@ class Spec:
         for name in names:
             if not self._declares(name):
                 raise ValueError(f"{self.fn}: {what} runs along '{name}', which is not in layout \"{self.layout}\".")
+        order = [i for name in names for i in self.positions(name)]
+        if twice := [name for name in dict.fromkeys(names) if any(order.count(i) > 1 for i in self.positions(name))]:
+            raise ValueError(f"{self.fn}: {what} runs twice along {quote(twice)} of {self.described}.")
         wanted = [(name, size) for name in names for size in self._sizes(name)]
         if array.ndim != len(wanted):
             named = (
@@ -209,7 +212,6 @@ class Spec:
                     f"{self.fn}: {what} has shape {array.shape}, but axis '{name}' of x ({self.described}) "
                     f"has size {size}.{cure}"
                 )
-        order = [i for name in names for i in self.positions(name)]
         array = jnp.reshape(array, [self.expanded[i] for i in order])
         array = jnp.transpose(array, sorted(range(len(order)), key=order.__getitem__))
         return jnp.reshape(array, [size if i in order else 1 for i, size in enumerate(self.expanded)])

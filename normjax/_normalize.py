@@ -98,7 +98,7 @@ def _is_real(value) -> bool:
 def _as_eps(spec: Spec, eps, dtype):
     if isinstance(eps, (int, float)) and not eps >= 0:
         raise ValueError(f"{spec.fn}: eps={eps!r} must be at least 0; it is added to the variance, inside the root.")
-    if jnp.ndim(eps) or not _is_real(eps):
+    if not _is_real(eps) or jnp.ndim(eps):
         raise TypeError(f"{spec.fn}: eps must be a real scalar; got {eps!r}.")
     array = jnp.asarray(eps)
     return jnp.reshape(array.astype(dtype), [1] * len(spec.expanded))
@@ -113,7 +113,9 @@ def _output_dtype(fn: str, dtype, x):
     except TypeError:
         given = None
     if given is None or not jnp.issubdtype(given, kind):
-        raise TypeError(f"{fn}: dtype={dtype!r} must be a {said} dtype, since x is {x.dtype}.")
+        raise TypeError(
+            f"{fn}: dtype={(dtype if given is None else given.name)!r} must be a {said} dtype, since x is {x.dtype}."
+        )
     return given
 
 
