@@ -53,7 +53,8 @@ def _families(positions: str, layer: str, rms: str, block: str = "K") -> dict[st
     }
 
 
-_IMAGE, _SIGNAL, _WORDS = (4, 2, 3, 4), (4, 4, 5), (4, 5, 4)
+# Sizes that agree where a mistake would look for them: channels and the last axis of a signal, examples and channels.
+_IMAGE, _SIGNAL, _WORDS = (4, 2, 3, 4), (3, 4, 4), (4, 5, 4)
 LAYOUTS = {
     "channels last": Layout("N H W C", "N H W C", _IMAGE, _families("H W", layer="C", rms="C")),
     "channels first": Layout("N C H W", "N C H W", (4, 4, 2, 3), _families("H W", layer="C H W", rms="H W C")),
@@ -289,9 +290,13 @@ def next_stats(given: Problem, values: Inputs, xs) -> tuple[np.ndarray, np.ndarr
 
 
 def plain(given: Problem, x, scale, bias, mean, var, where, eps=EPS):
-    """The formula as one would write it down, of the shape of x; where is a full mask, mean and var are the state's."""
+    """The formula as one would write it down, of the shape of x, for its derivatives: 0 where a lost entry stands.
+
+    where is a full mask; mean and var are the state's, for evaluation. Lost is an excluded entry that is NaN or Inf.
+    """
     x, where = jnp.reshape(x, given.wide), jnp.reshape(where, given.wide)
-    x = jnp.where(where | jnp.isfinite(x), x, 0)
+    lost = ~where & ~jnp.isfinite(x)
+    x = jnp.where(lost, 0, x)
     some = jnp.any(where, given.axes, keepdims=True)
     if given.frozen:
         mean, var, some = jnp.reshape(mean, given.stat_wide), jnp.reshape(var, given.stat_wide), True
@@ -305,7 +310,7 @@ def plain(given: Problem, x, scale, bias, mean, var, where, eps=EPS):
         y = y * (jnp.reshape(scale, given.affine) + (1 if given.zero_centered else 0))
     if bias is not None:
         y = y + jnp.reshape(bias, given.affine)
-    return jnp.reshape(y, given.shape)
+    return jnp.reshape(jnp.where(lost, 0, y), given.shape)
 
 
 def full_mask(given: Problem, values: Inputs) -> np.ndarray:
