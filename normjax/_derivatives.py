@@ -66,6 +66,14 @@ def _sum_to(array, shape):
     return jnp.sum(array, axes, keepdims=True) if axes else array
 
 
+def _as(primal, cotangent):
+    """A cotangent with the dtype and, on an Explicit mesh, the sharding of its primal's type."""
+    cotangent = cotangent.astype(primal.dtype)
+    if jax.typeof(cotangent).sharding.spec != primal.sharding.spec:
+        cotangent = jax.sharding.reshard(cotangent, primal.sharding)
+    return cotangent
+
+
 def abs_square(d):
     """|d|², real."""
     return jnp.square(d.real) + jnp.square(d.imag) if jnp.iscomplexobj(d) else jnp.square(d)
@@ -179,10 +187,10 @@ def _statistics_jvp(pooling: Pooling, primals, tangents):
 
 
 class Form(NamedTuple):
-    """The static part of `affine`: whether γ is 1 + scale, and the shape of the bias, which is not saved."""
+    """The static part of `affine`: whether γ is 1 + scale, and the type of the bias, which is not saved."""
 
     zero_centered: bool
-    bias_shape: tuple[int, ...] | None
+    bias: Any
 
 
 def _inverse_std(var, eps, count):
@@ -245,17 +253,17 @@ def _affine_bwd(form: Form, saved: Any, g):
         # γ is constant within a group: the group's sums serve γ̄ and β̄ as well, and XLA reads g half as often.
         sum_g, sum_gx = _sum_to(g, group), _sum_to(g * x_hat, group)
         sum_u, sum_ux = (sum_g, sum_gx) if gamma is None else (sum_g * gamma, sum_gx * gamma)
-        d_scale = None if scale is None else _sum_to(sum_gx, scale.shape).astype(scale.dtype)
+        d_scale = None if scale is None else _as(jax.typeof(scale), _sum_to(sum_gx, scale.shape))
     else:
         sum_g, sum_u, sum_ux = g, _sum_to(u, group), _sum_to(u * x_hat, group)
-        d_scale = _sum_to(g * x_hat, scale.shape).astype(scale.dtype)
+        d_scale = _as(jax.typeof(scale), _sum_to(g * x_hat, scale.shape))
     d_bias = None
-    if form.bias_shape is not None:
-        coarse = all(size in (1, target) for size, target in zip(form.bias_shape, sum_g.shape, strict=True))
-        d_bias = _sum_to(sum_g if coarse else g, form.bias_shape)
-    d_mean = None if stats.shift is None else -(r * sum_u)
+    if form.bias is not None:
+        coarse = all(size in (1, target) for size, target in zip(form.bias.shape, sum_g.shape, strict=True))
+        d_bias = _as(form.bias, _sum_to(sum_g if coarse else g, form.bias.shape))
+    d_mean = None if stats.shift is None else _as(jax.typeof(stats.shift), -(r * sum_u))
     d_var = -0.5 * (r * (r * sum_ux))  # r² apart: r³ would overflow where r² does not
-    d_stats = Statistics(d_mean, None if stats.offset is None else d_mean, d_var, None)
+    d_stats = Statistics(d_mean, None if stats.offset is None else d_mean, _as(jax.typeof(stats.var), d_var), None)
     d_eps = jnp.sum(d_var).reshape(eps.shape)
     return None, u * r, d_stats, d_scale, d_bias, d_eps, None
 
@@ -316,5 +324,5 @@ def statistics(x, wide, where, *, pooling: Pooling, derivative: str) -> Statisti
 
 def affine(x, wide, stats: Statistics, scale, bias, eps, where, *, zero_centered: bool, derivative: str):
     """γ (x − μ)/√(v+ε) + β in the statistics' dtype; all arrays of the expanded rank, scale in its own dtype."""
-    form = Form(zero_centered, None if bias is None else bias.shape)
+    form = Form(zero_centered, None if bias is None else jax.typeof(bias))
     return _AFFINE[derivative](form, x, wide, stats, scale, bias, eps, where)

@@ -122,7 +122,7 @@ def pool(spec: Spec, stats: Statistics, group_size: int, groups: Sequence[Sequen
 def _gather(stats: Statistics, names: tuple[str, ...], slots: int, index) -> Statistics:
     """Every device's statistics stacked on a new leading axis, by one psum of arrays that are zero but in one slot."""
     arrays, structure = jax.tree.flatten(stats)
-    dtype = functools.reduce(jnp.promote_types, [array.dtype for array in arrays])
+    dtype = functools.reduce(np.promote_types, [array.dtype for array in arrays])
     flat = jnp.concatenate([jnp.ravel(array).astype(dtype) for array in arrays])
     own = jnp.arange(slots, dtype=jnp.int32)[:, None] == index
     table = psum(jnp.where(own, flat[None], 0), names)

@@ -64,8 +64,7 @@ def as_input(fn: str, x) -> tuple[Any, Any]:
         if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):
             raise TypeError(f"{fn}: x has dtype {x.dtype}; give it numbers.")
         x = x.astype(jnp.float32)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return x, wide
+    return x, x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
 
 
 def as_mask(spec: Spec, where):

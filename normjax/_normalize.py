@@ -83,7 +83,7 @@ def as_array(value):
 def _parameter(spec: Spec, value, what: str, names, dtype):
     array = as_array(value)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
-        array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+        array = array.astype(jnp.float32)
     if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
             f"{spec.fn}: {what} is complex ({array.dtype}) but x is real; give it a real {what.split('.')[1]}."

@@ -235,23 +235,20 @@ def _batch_values(fn: str, state: BatchStats, moments: Moments, unbiased: bool):
         raise ValueError(f"{fn}: state runs along {quote(missing)}, but the moments run along {quote(moments.names)}.")
     mean, var = moments.mean, moments.var
     m = moments.count.astype(var.dtype)
-    names = list(moments.names)
-    if "..." in names:
-        unnamed = mean.ndim - len(names) + 1
-        at = names.index("...")
-        names[at : at + 1] = ["..."] * unnamed
+    unnamed = mean.ndim - len(moments.names) + 1
+    names, wanted = _numbered(moments.names, unnamed), _numbered(state.names, unnamed)
     if mean.ndim != len(names):
         raise ValueError(f"{fn}: moments.mean has shape {mean.shape}, but its names are {quote(moments.names)}.")
     if unbiased:
         var = var * jnp.where(m > 1, m / jnp.where(m > 1, m - 1, 1), 1)
-    extra = tuple(i for i, name in enumerate(names) if name not in state.names)
+    extra = tuple(i for i, name in enumerate(names) if name not in wanted)
     total = jnp.sum(m, extra, keepdims=True)
     share = m / jnp.maximum(total, 1)
     first = jnp.sum(share * mean, extra, keepdims=True)
     mean = jnp.squeeze(first + jnp.sum(share * (mean - first), extra, keepdims=True), extra)
     var = jnp.sum(share * var, extra)
-    kept = [name for name in names if name in state.names]
-    order = [kept.index(name) for name in state.names]
+    kept = [name for name in names if name in wanted]
+    order = [kept.index(name) for name in wanted]
     mean, var, m = (jnp.transpose(array, order) for array in (mean, var, jnp.squeeze(total, extra)))
     if mean.shape != jnp.shape(as_array(state.mean)):
         raise ValueError(
@@ -259,6 +256,11 @@ def _batch_values(fn: str, state: BatchStats, moments: Moments, unbiased: bool):
             f"have shape {mean.shape}.{stack_cure(state)}"
         )
     return mean, var, m
+
+
+def _numbered(names: tuple[str, ...], unnamed: int) -> list[str]:
+    """The names with "..." as so many names of its own."""
+    return [n for name in names for n in ([f"...{i}" for i in range(unnamed)] if name == "..." else [name])]
 
 
 def _step(state: BatchStats, mean, var, m, running: Ema | Cumulative) -> BatchStats:
@@ -274,7 +276,7 @@ def _step(state: BatchStats, mean, var, m, running: Ema | Cumulative) -> BatchSt
     ratio = amount / jnp.where(new_weight > 0, new_weight, 1)
 
     def blend(kept, batch):
-        dtype = jnp.promote_types(kept.dtype, batch.dtype)
+        dtype = np.promote_types(kept.dtype, batch.dtype)
         r, b = kept.astype(dtype), batch.astype(dtype)
         share = ratio.astype(dtype)
         moved = (1 - share) * r + share * b  # not r + share (b - r): it would round a small b away beside r
