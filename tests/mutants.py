@@ -92,8 +92,8 @@ MUTANTS = (
     Mutant(
         "bfloat16 accumulation",
         "normjax/_moments.py",
-        "    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))\n",
-        "    wide = x\n",
+        "    return x, x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)\n",
+        "    return x, x\n",
         (*CONTRACT, "bfloat16 and grad"),
     ),
     Mutant(
