@@ -56,14 +56,14 @@ class Axis:
 @functools.lru_cache(maxsize=512)
 def parse_layout(fn: str, layout: str) -> tuple[Axis, ...]:
     """The axes of a layout; raises ValueError, in the name of `fn`, where it breaks the grammar."""
-    if not isinstance(layout, str):
-        raise TypeError(f'{fn}: layout must be a string that names every axis, such as "N H W C"; got {layout!r}.')
 
     def fail(rule: str) -> NoReturn:
         raise ValueError(f'{fn}: layout="{layout}": {rule}')
 
     if re.search(r"[()]", re.sub(r"\([^()]*\)", "", layout)):
         fail('its parentheses do not pair up, or nest; a split axis is written "C=(G=32 K)" or "(G=32 K)".')
+    if glued := re.search(r"[^\s=(]+\(|\)\S+", re.sub(r"\s*=\s*", "=", layout)):
+        fail(f"separate axes by spaces; '{glued.group()}' runs two into one.")
     axes = []
     for token in _TOKEN.findall(re.sub(r"\s*=\s*", "=", layout)):
         if token == ELLIPSIS:
@@ -261,6 +261,8 @@ def resolve(fn: str, layout: Any, axis_names: Any, shape: tuple[int, ...], only:
       only: where given, an axis is split only if one of these names is a factor of it (evaluation pools nothing, so
         a batch that a ghost size does not divide is no error there).
     """
+    if not isinstance(layout, str):
+        raise TypeError(f'{fn}: layout must be a string that names every axis, such as "N H W C"; got {layout!r}.')
     parse_layout(fn, layout)
     return _resolve(fn, layout, parse_names(fn, axis_names), tuple(shape), None if only is None else frozenset(only))
 
@@ -361,6 +363,13 @@ def _pieces(text: str, known: list[str]) -> list[str]:
     return []
 
 
+def _as_shape(shape) -> tuple[int, ...]:
+    sizes = getattr(shape, "shape", shape)
+    if not isinstance(sizes, (tuple, list)) or not all(hasattr(n, "__index__") and n.__index__() >= 0 for n in sizes):
+        raise TypeError(f"describe: shape must be an array or a tuple of sizes such as (8, 7, 7, 64); got {shape!r}.")
+    return tuple(n.__index__() for n in sizes)
+
+
 def describe(shape, *, layout: str, axis_names) -> str:
     """Says which entries of an array would share a mean: groups, their size m, shapes of statistics and parameters.
 
@@ -383,7 +392,7 @@ def describe(shape, *, layout: str, axis_names) -> str:
       statistics: shape (64,), names "C"
       parameters along kept axes: Affine.init(C=64); along pooled axes: Affine.init(N=8, H=7, W=7)
     """
-    spec = resolve("describe", layout, axis_names, tuple(getattr(shape, "shape", shape)))
+    spec = resolve("describe", layout, axis_names, _as_shape(shape))
     kept = spec.kept_axes()
     sizes = [size for i, size in enumerate(spec.expanded) if i not in spec.reduced]
     stat_shape = tuple(math.prod(spec.expanded[i] for i in places) for name, places in kept if name != ELLIPSIS)

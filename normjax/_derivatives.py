@@ -107,7 +107,7 @@ def _shift(pooling: Pooling, wide, where):
     if not pooling.axes and where is None:
         return wide
     if where is None and pooling.sliceable:
-        anchor, longest = wide, max(pooling.axes, key=lambda axis: wide.shape[axis])
+        anchor, longest = wide, max(pooling.axes, key=lambda axis: _known(wide.shape[axis]))
         for axis in pooling.axes:
             anchor = lax.slice_in_dim(anchor, 0, 1, axis=axis)
         part = lax.slice_in_dim(wide, 0, -(-wide.shape[longest] // 8), axis=longest)
@@ -120,6 +120,11 @@ def _shift(pooling: Pooling, wide, where):
         largest = jnp.max(jnp.where(where, wide, -jnp.inf), pooling.axes, keepdims=True)
         anchor = jnp.where(largest == -jnp.inf, 0, largest)
     return anchor + _mean(pooling, wide - anchor, where)
+
+
+def _known(size) -> int:
+    """A size, or 0 for a symbolic one of `jax.export`, which cannot be compared."""
+    return size if isinstance(size, int) else 0
 
 
 def _mean(pooling: Pooling, d, where):

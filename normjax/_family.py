@@ -1,12 +1,10 @@
 """The family: batch, layer, instance, group and RMS norm. Each is its own checks, then the one core; no arithmetic."""
 
 import jax
-import numpy as np
-from jax.core import Tracer
 
 from normjax import _mapped
 from normjax._axes import Spec, quote, resolve
-from normjax._moments import as_input, as_mask, check_derivative
+from normjax._inputs import as_input, as_mask, check_derivative, static_bool
 from normjax._normalize import Affine, check_params, given_statistics, normalize_by, normalized
 from normjax._running import (
     BatchStats,
@@ -16,7 +14,7 @@ from normjax._running import (
     check_state,
     check_unbiased,
     stack_cure,
-    update,
+    updated,
 )
 
 
@@ -129,7 +127,7 @@ def _batch_norm(
     axis_index_groups,
     derivative,
 ):
-    train, use_batch_stats = _as_bool(fn, "train", train), _as_bool(fn, "use_batch_stats", use_batch_stats)
+    train, use_batch_stats = static_bool(fn, "train", train), static_bool(fn, "use_batch_stats", use_batch_stats)
     if train and use_batch_stats:
         raise ValueError(
             f"{fn}: train=True already normalises by the batch; use_batch_stats=True is for inference with batch "
@@ -151,9 +149,9 @@ def _batch_norm(
         )
     statistics = None
     if state is not None:
-        check_state(fn, state)
-        check_kept(spec, state)
-        statistics = given_statistics(spec, state, "state", wide.dtype, stack_cure(state))
+        held = check_state(fn, state)
+        check_kept(spec, held)
+        statistics = given_statistics(spec, held, "state", wide.dtype, stack_cure(held))
     if frozen:
         if statistics is None:
             raise ValueError(
@@ -187,19 +185,8 @@ def _batch_norm(
         apart=() if state is None else state.names,
     )
     if train and state is not None:
-        state = update(state, moments, running=running)
+        state = updated(fn, state, moments, running)
     return y, state
-
-
-def _as_bool(fn: str, argument: str, value) -> bool:
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    if isinstance(value, Tracer):
-        raise TypeError(
-            f"{fn}: {argument} is traced, but it chooses the program: keep it out of jit's arguments, "
-            f'or make it static with jax.jit(f, static_argnames="{argument}").'
-        )
-    raise TypeError(f"{fn}: {argument} must be a Python or NumPy bool; got {value!r}.")
 
 
 def _params_run_along(spec: Spec, params, *, kept: bool) -> None:

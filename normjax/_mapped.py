@@ -7,6 +7,7 @@ their transposes are the backward's collectives, and the gradient may be taken i
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,10 +49,14 @@ def check_groups(spec: Spec, groups: Sequence[Sequence[int]]) -> None:
             f'"{" ".join(spec.axis_names)}" has {len(spec.mapped)} with layout "{spec.layout}".'
         )
     size = axis_size(spec, spec.mapped[0])
-    if sorted(index for group in groups for index in group) != list(range(size)):
+    try:
+        indices = sorted(operator.index(index) for group in groups for index in group)
+    except TypeError:
+        indices = None
+    if indices != list(range(size)):
         raise ValueError(
-            f"{spec.fn}: axis_index_groups={groups} must hold each index of mapped axis '{spec.mapped[0]}' "
-            f"(size {size}) exactly once."
+            f"{spec.fn}: axis_index_groups={groups} must be lists of indices that hold each index of mapped axis "
+            f"'{spec.mapped[0]}' (size {size}) exactly once."
         )
 
 

@@ -10,7 +10,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from normjax import _mapped
 from normjax._axes import Spec, resolve
-from normjax._derivatives import DERIVATIVES, STATS_NAME, Pooling, Statistics, statistics
+from normjax._derivatives import STATS_NAME, Pooling, Statistics, statistics
+from normjax._inputs import (
+    as_dtype,
+    as_input,
+    as_mask,
+    check_derivative,
+    check_one_shape,
+    check_sizes,
+    static_bool,
+    with_arrays,
+)
 from normjax._pytree import pytree, settle, show
 
 
@@ -41,56 +51,11 @@ class Moments:
           dtype: of the mean; var has its real dtype.
           **sizes: the axes in order, such as C=64.
         """
-        shape = check_sizes("Moments.init", sizes)
+        shape, dtype = check_sizes("Moments.init", sizes), as_dtype("Moments.init", dtype, complex_too=True)
+        if jnp.finfo(dtype).bits < 32:
+            raise TypeError(f"Moments.init: dtype={dtype.name!r} must be float32 or more, as moments are.")
         real = jnp.finfo(dtype).dtype
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, real), jnp.zeros(shape, jnp.float32), tuple(sizes))
-
-
-def check_sizes(fn: str, sizes: dict[str, Any]) -> tuple[int, ...]:
-    """The shape that keyword sizes give; TypeError for a size that is no non-negative integer."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not hasattr(size, "__index__") or size.__index__() < 0:
-            raise TypeError(f"{fn}: {name}={size!r}: the size of an axis must be a non-negative integer.")
-    return tuple(size.__index__() for size in sizes.values())
-
-
-def as_input(fn: str, x) -> tuple[Any, Any]:
-    """Returns x as an array to save, and in the statistics' dtype: float32 at least, never half precision."""
-    try:
-        x = jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{fn}: x must be an array of numbers; got {type(x).__name__}: {error}") from error
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):
-            raise TypeError(f"{fn}: x has dtype {x.dtype}; give it numbers.")
-        x = x.astype(jnp.float32)
-    return x, x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
-
-
-def as_mask(spec: Spec, where):
-    """`where` as a boolean array of the expanded rank; None stays None."""
-    if where is None:
-        return None
-    where = jnp.asarray(where)
-    if where.dtype != jnp.bool_:
-        raise TypeError(
-            f"{spec.fn}: where must be boolean (True: the entry counts); got dtype {where.dtype} and shape "
-            f"{where.shape} for x of shape {spec.shape}. Compare first, as in where=mask > 0."
-        )
-    fits = where.ndim == len(spec.shape) and all(w in (1, s) for w, s in zip(where.shape, spec.shape, strict=True))
-    if not fits:
-        raise ValueError(
-            f"{spec.fn}: where has shape {where.shape}, but x has shape {spec.shape}; it needs x's rank, "
-            "and each size 1 or x's."
-        )
-    return spec.expand_mask(where)
-
-
-def check_derivative(fn: str, derivative: str, x) -> str:
-    """The rule to use: complex input always takes the plain formula."""
-    if derivative not in DERIVATIVES:
-        raise ValueError(f"{fn}: derivative={derivative!r} is not one of {', '.join(map(repr, DERIVATIVES))}.")
-    return "autodiff" if jnp.iscomplexobj(x) else derivative
 
 
 def _sharded(x, axes: Sequence[int]) -> bool:
@@ -147,6 +112,7 @@ def moments(x, *, layout: str, axis_names, center: bool = True, where=None, axis
       [4.] [5.] [4.] ('N',)
     """
     fn = "moments"
+    center = static_bool(fn, "center", center)
     x, wide = as_input(fn, x)
     spec = resolve(fn, layout, axis_names, x.shape)
     where = as_mask(spec, where)
@@ -186,30 +152,38 @@ def merge(*moments: Moments, axis: int | None = None) -> Moments:
     """
     if not moments:
         raise ValueError("merge: give at least one Moments.")
-    for item in moments:
-        if not isinstance(item, Moments):
-            raise TypeError(f"merge: every argument must be a Moments; got {type(item).__name__}.")
-    first = moments[0]
+    checked = [checked_moments("merge", item) for item in moments]
+    first = checked[0]
     if axis is None:
-        stacked = _stack(moments)
+        stacked = _stack(checked)
     elif len(moments) > 1:
         raise ValueError(f"merge: axis={axis} is for one stacked Moments, but {len(moments)} were given.")
+    elif not hasattr(axis, "__index__") or isinstance(axis, bool):
+        raise TypeError(f"merge: axis must be an integer; got {axis!r}.")
     else:
-        rank = jnp.ndim(first.mean)
-        if not -rank <= axis < rank:
-            raise ValueError(f"merge: axis={axis} is out of range for moments of shape {jnp.shape(first.mean)}.")
-        stacked = jax.tree.map(lambda leaf: jnp.moveaxis(jnp.asarray(leaf), axis, 0), first)
+        if not -first.mean.ndim <= axis < first.mean.ndim:
+            raise ValueError(f"merge: axis={axis} is out of range for moments of shape {first.mean.shape}.")
+        stacked = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, axis, 0), first)
     shift = lax.stop_gradient(stacked.mean)
     pooled = _mapped.merge_stacked(Statistics(shift, stacked.mean - shift, stacked.var, stacked.count))
     return Moments(pooled.mean, pooled.var, pooled.count, first.names)
 
 
+def checked_moments(fn: str, moments) -> Moments:
+    """The moments with array leaves of one shape; TypeError or ValueError otherwise."""
+    if not isinstance(moments, Moments):
+        raise TypeError(f"{fn}: moments must be a normjax.Moments; got {type(moments).__name__}.")
+    moments = with_arrays(fn, "moments", moments)
+    check_one_shape(fn, "moments", moments, "mean", "var", "count")
+    return moments
+
+
 def _stack(moments: Sequence[Moments]) -> Moments:
     first = moments[0]
     for item in moments[1:]:
-        if item.names != first.names or jnp.shape(item.mean) != jnp.shape(first.mean):
+        if item.names != first.names or item.mean.shape != first.mean.shape:
             raise ValueError(
-                f"merge: moments must run along the same axes: {first.names} of shape {jnp.shape(first.mean)}, "
-                f"but {item.names} of shape {jnp.shape(item.mean)} came too."
+                f"merge: moments must run along the same axes: {first.names} of shape {first.mean.shape}, "
+                f"but {item.names} of shape {item.mean.shape} came too."
             )
-    return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *moments)
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *moments)

@@ -8,7 +8,21 @@ import jax.numpy as jnp
 from normjax import _mapped
 from normjax._axes import Spec, resolve
 from normjax._derivatives import Statistics, affine
-from normjax._moments import Moments, as_input, as_mask, as_moments, check_derivative, check_sizes, pooled_statistics
+from normjax._inputs import (
+    as_array,
+    as_dtype,
+    as_eps,
+    as_input,
+    as_mask,
+    check_derivative,
+    check_names,
+    check_sizes,
+    is_real_scalar,
+    output_dtype,
+    static_bool,
+    with_arrays,
+)
+from normjax._moments import Moments, as_moments, pooled_statistics
 from normjax._pytree import pytree, settle, show
 
 
@@ -56,7 +70,12 @@ class Affine:
           >>> Affine.init(C=64, bias=False)
           Affine(scale=float32[64], bias=None, names='C', zero_centered=False)
         """
-        shape = check_sizes("Affine.init", sizes)
+        fn = "Affine.init"
+        scale, bias = static_bool(fn, "scale", scale), static_bool(fn, "bias", bias)
+        zero_centered = static_bool(fn, "zero_centered", zero_centered)
+        shape, dtype = check_sizes(fn, sizes), as_dtype(fn, dtype, complex_too=True)
+        if not is_real_scalar(scale_init):
+            raise TypeError(f"{fn}: scale_init must be a number; got {scale_init!r}.")
         start = scale_init - 1 if zero_centered else scale_init
         return cls(
             jnp.full(shape, start, dtype) if scale else None,
@@ -73,67 +92,35 @@ def check_params(spec: Spec, params) -> None:
             f"{spec.fn}: params must be a normjax.Affine or None; got {type(params).__name__}. "
             'Wrap arrays as Affine(scale, bias, names="C").'
         )
-
-
-def as_array(value):
-    """A leaf as a JAX array; Flax's nnx Variables are opened."""
-    return jnp.asarray(value.get_value() if hasattr(value, "get_value") else value)
+    if params is not None:
+        check_names(spec.fn, "params", params.names)
 
 
 def _parameter(spec: Spec, value, what: str, names, dtype):
-    array = as_array(value)
+    array = as_array(spec.fn, what, value)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         array = array.astype(jnp.float32)
     if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{spec.fn}: {what} is complex ({array.dtype}) but x is real; give it a real {what.split('.')[1]}."
-        )
+        raise TypeError(f"{spec.fn}: {what} is complex ({array.dtype}) but x is real; give it real numbers.")
     return spec.align(array, names, what)
-
-
-def _is_real(value) -> bool:
-    return (hasattr(value, "dtype") and jnp.isrealobj(value)) or isinstance(value, (int, float))
-
-
-def _as_eps(spec: Spec, eps, dtype):
-    if isinstance(eps, (int, float)) and not eps >= 0:
-        raise ValueError(f"{spec.fn}: eps={eps!r} must be at least 0; it is added to the variance, inside the root.")
-    if not _is_real(eps) or jnp.ndim(eps):
-        raise TypeError(f"{spec.fn}: eps must be a real scalar; got {eps!r}.")
-    array = jnp.asarray(eps)
-    return jnp.reshape(array.astype(dtype), [1] * len(spec.expanded))
-
-
-def _output_dtype(fn: str, dtype, x):
-    if dtype is None:
-        return x.dtype
-    kind, said = (jnp.complexfloating, "complex") if jnp.iscomplexobj(x) else (jnp.inexact, "floating-point")
-    try:
-        given = jnp.dtype(dtype)
-    except TypeError:
-        given = None
-    if given is None or not jnp.issubdtype(given, kind):
-        raise TypeError(
-            f"{fn}: dtype={(dtype if given is None else given.name)!r} must be a {said} dtype, since x is {x.dtype}."
-        )
-    return given
 
 
 def given_statistics(spec: Spec, source, what: str, dtype, cure: str = "") -> Statistics:
     """A mean and variance that somebody keeps (`Moments` or `BatchStats`), of the expanded rank."""
-    mean = as_array(source.mean)
+    source = with_arrays(spec.fn, what, source)
+    mean = source.mean
     if jnp.iscomplexobj(mean) and not jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(f"{spec.fn}: {what}.mean is complex ({mean.dtype}) but x is real.")
     real = jnp.finfo(dtype).dtype
     mean = spec.align(mean, source.names, f"{what}.mean", cure).astype(dtype)
-    var = spec.align(as_array(source.var), source.names, f"{what}.var", cure).astype(real)
+    var = spec.align(source.var, source.names, f"{what}.var", cure).astype(real)
     return Statistics(mean, None, var, None)
 
 
 def normalized(spec: Spec, x, wide, params, stats: Statistics, *, where, eps, dtype, derivative: str):
     """Normalises the expanded x by `stats` and applies params; returns an array of x's own shape and of `dtype`."""
     check_params(spec, params)
-    out = _output_dtype(spec.fn, dtype, x)
+    out = output_dtype(spec.fn, dtype, x)
     scale = bias = None
     zero_centered = False
     if params is not None:
@@ -142,7 +129,7 @@ def normalized(spec: Spec, x, wide, params, stats: Statistics, *, where, eps, dt
             scale = _parameter(spec, params.scale, "params.scale", params.names, wide.dtype)
         if params.bias is not None:
             bias = _parameter(spec, params.bias, "params.bias", params.names, wide.dtype).astype(wide.dtype)
-    operands: Any = (x, wide, stats, scale, bias, _as_eps(spec, eps, wide.real.dtype), where)
+    operands: Any = (x, wide, stats, scale, bias, as_eps(spec, eps, wide.real.dtype), where)
     y = affine(*_mapped.vary_alike(operands), zero_centered=zero_centered, derivative=derivative)
     return jnp.reshape(y.astype(out), spec.shape)
 
@@ -189,6 +176,7 @@ def normalize(
       [-1.  1.] 4.0 9.0
     """
     fn = "normalize"
+    center = static_bool(fn, "center", center)
     x, wide = as_input(fn, x)
     spec = resolve(fn, layout, axis_names, x.shape)
     return normalize_by(
@@ -233,7 +221,7 @@ def normalize_by(
         moments = as_moments(spec, stats, apart)
     elif isinstance(moments, Moments):
         stats = given_statistics(spec, moments, "moments", wide.dtype)
-        count = spec.align(as_array(moments.count), moments.names, "moments.count")
+        count = spec.align(as_array(spec.fn, "moments.count", moments.count), moments.names, "moments.count")
         stats = stats._replace(count=count.astype(wide.real.dtype), shift=stats.shift if center else None)
     else:
         raise TypeError(f"{spec.fn}: moments must be a normjax.Moments or None; got {type(moments).__name__}.")

@@ -16,8 +16,8 @@ from jax.core import Tracer
 
 from normjax import _mapped
 from normjax._axes import Spec, parse_names, quote
-from normjax._moments import Moments, check_sizes
-from normjax._normalize import as_array
+from normjax._inputs import as_dtype, check_one_shape, check_sizes, is_real_scalar, static_bool, with_arrays
+from normjax._moments import Moments, checked_moments
 from normjax._pytree import pytree, settle, show
 
 
@@ -57,8 +57,9 @@ class BatchStats:
           >>> BatchStats.init(C=64)
           BatchStats(mean=float32[64], var=float32[64], count=int32[], weight=float32[64], names='C')
         """
-        shape = check_sizes("BatchStats.init", sizes)
-        _check_precision("BatchStats.init", "dtype", jnp.dtype(dtype))
+        fn = "BatchStats.init"
+        shape, dtype = check_sizes(fn, sizes), as_dtype(fn, dtype, complex_too=True)
+        _check_precision(fn, "dtype", dtype)
         return cls(
             jnp.zeros(shape, dtype),
             jnp.ones(shape, jnp.finfo(dtype).dtype),
@@ -75,13 +76,9 @@ def _check_share(fn: str, argument: str, value, meaning: str) -> None:
     """Raises unless value is a number between 0 and 1; one that is traced is taken as it is."""
     if isinstance(value, Tracer):
         return
-    if (
-        isinstance(value, bool)
-        or jnp.ndim(value)
-        or not isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
-    ):
+    if not is_real_scalar(value):
         raise TypeError(f"{fn}: {argument} must be a number between 0 and 1; got {value!r}.")
-    if not 0 <= value <= 1:
+    if not 0 <= np.asarray(value) <= 1:
         raise ValueError(f"{fn}: {argument}={value!r} must lie between 0 and 1; {meaning}.")
 
 
@@ -100,6 +97,8 @@ class Ema:
     debias: bool = False
 
     def __post_init__(self):
+        static_bool("Ema", "unbiased", self.unbiased)
+        static_bool("Ema", "debias", self.debias)
         _check_share("Ema", "new_weight", self.new_weight, "it is the weight of the new batch")
 
     @classmethod
@@ -142,6 +141,7 @@ class Cumulative:
     unbiased: bool = False
 
     def __post_init__(self):
+        static_bool("Cumulative", "unbiased", self.unbiased)
         if self.by not in ("entries", "updates"):
             raise ValueError(f'Cumulative: by={self.by!r} must be "entries" or "updates".')
 
@@ -154,23 +154,20 @@ def _check_precision(fn: str, what: str, dtype) -> None:
         )
 
 
-def check_state(fn: str, state) -> None:
-    """Raises unless state is a `BatchStats` of float32 or more whose leaves have one shape."""
+def check_state(fn: str, state) -> BatchStats:
+    """The state with array leaves; raises unless it is a `BatchStats` of float32 or more of one shape."""
     if not isinstance(state, BatchStats):
         raise TypeError(f"{fn}: state must be a normjax.BatchStats; got {type(state).__name__}.")
-    mean, var, weight = (as_array(leaf) for leaf in (state.mean, state.var, state.weight))
-    for name, leaf in (("mean", mean), ("var", var), ("weight", weight)):
-        _check_precision(fn, f"state.{name}", leaf.dtype)
-    if not mean.shape == var.shape == weight.shape:
-        raise ValueError(
-            f"{fn}: state.mean, state.var and state.weight must have one shape; "
-            f"got {mean.shape}, {var.shape}, {weight.shape}."
-        )
+    state = with_arrays(fn, "state", state)
+    for name in ("mean", "var", "weight"):
+        _check_precision(fn, f"state.{name}", getattr(state, name).dtype)
+    check_one_shape(fn, "state", state, "mean", "var", "weight")
+    return state
 
 
 def stack_cure(state: BatchStats) -> str:
     """What to do with a state that has one axis more than its names: replicas stacked by pmap, say."""
-    if jnp.ndim(as_array(state.mean)) != len(state.names) + 1:
+    if state.mean.ndim != len(state.names) + 1:
         return ""
     names = " ".join(("device", *state.names))
     return (
@@ -219,18 +216,27 @@ def update(state: BatchStats, moments: Moments, *, running: Ema | Cumulative = E
       >>> print(state.mean, state.var, state.count)
       1.0 1.3 1
     """
-    fn = "update"
-    check_state(fn, state)
-    if not isinstance(moments, Moments):
-        raise TypeError(f"{fn}: moments must be a normjax.Moments; got {type(moments).__name__}.")
+    return updated("update", state, moments, running)
+
+
+def updated(fn: str, state: BatchStats, moments: Moments, running: Ema | Cumulative) -> BatchStats:
+    """`update`, whose errors speak in the name of `fn`."""
+    state, moments = check_state(fn, state), checked_moments(fn, moments)
     check_unbiased(fn, running, None)
+    if state.count.ndim:
+        raise ValueError(f"{fn}: state.count has shape {state.count.shape} but must be a scalar.{stack_cure(state)}")
+    if jnp.iscomplexobj(moments.mean) and not jnp.iscomplexobj(state.mean):
+        raise TypeError(
+            f"{fn}: state.mean is {state.mean.dtype} but the batch's mean is {moments.mean.dtype}; "
+            f"start from BatchStats.init(dtype=jnp.{moments.mean.dtype})."
+        )
     mean, var, m = _batch_values(fn, state, moments, running.unbiased)
     return _step(state, mean, var, m, running)
 
 
 def _batch_values(fn: str, state: BatchStats, moments: Moments, unbiased: bool):
     """The batch's mean, variance and count along the state's names, in its order."""
-    moments = jax.tree.map(lambda leaf: lax.stop_gradient(as_array(leaf)), moments)
+    moments = jax.tree.map(lax.stop_gradient, moments)
     if missing := [name for name in state.names if name not in moments.names]:
         raise ValueError(f"{fn}: state runs along {quote(missing)}, but the moments run along {quote(moments.names)}.")
     mean, var = moments.mean, moments.var
@@ -250,9 +256,9 @@ def _batch_values(fn: str, state: BatchStats, moments: Moments, unbiased: bool):
     kept = [name for name in names if name in wanted]
     order = [kept.index(name) for name in wanted]
     mean, var, m = (jnp.transpose(array, order) for array in (mean, var, jnp.squeeze(total, extra)))
-    if mean.shape != jnp.shape(as_array(state.mean)):
+    if mean.shape != state.mean.shape:
         raise ValueError(
-            f"{fn}: state.mean has shape {jnp.shape(as_array(state.mean))}, but the moments along {quote(state.names)} "
+            f"{fn}: state.mean has shape {state.mean.shape}, but the moments along {quote(state.names)} "
             f"have shape {mean.shape}.{stack_cure(state)}"
         )
     return mean, var, m
@@ -264,7 +270,7 @@ def _numbered(names: tuple[str, ...], unnamed: int) -> list[str]:
 
 
 def _step(state: BatchStats, mean, var, m, running: Ema | Cumulative) -> BatchStats:
-    old = jax.tree.map(lambda leaf: lax.stop_gradient(as_array(leaf)), state)
+    old = jax.tree.map(lax.stop_gradient, state)
     weight = old.weight.astype(m.dtype)
     if isinstance(running, Ema):
         amount = jnp.asarray(lax.stop_gradient(running.new_weight)).astype(m.dtype)
@@ -315,8 +321,7 @@ def pool_stats(state: BatchStats, axis_names) -> BatchStats:
     """
     fn = "pool_stats"
     names = parse_names(fn, axis_names)
-    check_state(fn, state)
-    state = jax.tree.map(lambda leaf: lax.stop_gradient(as_array(leaf)), state)
+    state = jax.tree.map(lax.stop_gradient, check_state(fn, state))
     if state.mean.ndim != len(state.names):
         raise ValueError(
             f"{fn}: state.mean has shape {state.mean.shape}, but its names are {quote(state.names)}.{stack_cure(state)}"
