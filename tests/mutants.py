@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "bfloat16 accumulation",
-        "normjax/_moments.py",
+        "normjax/_inputs.py",
         "    return x, x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)\n",
         "    return x, x\n",
         (*CONTRACT, "bfloat16 and grad"),
@@ -108,7 +108,7 @@ MUTANTS = (
         "normjax/_family.py",
         "        return y, state\n    if running.unbiased",
         "        _, seen = normalize_by(spec, x, wide, None, where=where, eps=eps, dtype=None, derivative=derivative)\n"
-        "        return y, update(state, seen, running=running)\n"
+        "        return y, updated(fn, state, seen, running)\n"
         "    if running.unbiased",
         (*THEORY, "evaluation"),
     ),
