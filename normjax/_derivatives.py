@@ -21,7 +21,11 @@ running statistics, given moments and statistics summed over mapped axes, whose 
 Each map takes x twice: `x`, in its own dtype, is what the backward saves; `wide`, the same values in the statistics'
 dtype, carries the derivative, so both contributions to x̄ are added before they are rounded to x's dtype, once.
 
-A masked-out entry that is NaN or Inf ("lost") is guarded by its value, never by a zero cotangent: 0·NaN is NaN.
+A masked-out entry whose x̂ is not finite ("lost") is guarded by its value, never by a zero cotangent: 0·NaN is NaN.
+
+Range.  Squares are taken in the statistics' dtype. In float32 a standard deviation above about 10¹⁹ gives NaN; one
+below 10⁻¹⁶ keeps no full precision in v, which only an eps of that order lets one see; and gradients are exact
+while r² Σ(u x̂) does not underflow: up to |x| of 10¹⁵ for cotangents of 10⁻⁶. float64 has room for all of it.
 """
 
 from typing import Any, NamedTuple
@@ -72,6 +76,11 @@ def _as(primal, cotangent):
     if jax.typeof(cotangent).sharding.spec != primal.sharding.spec:
         cotangent = jax.sharding.reshard(cotangent, primal.sharding)
     return cotangent
+
+
+def at_least_zero(var):
+    """A variance that rounding may have made negative; a plain maximum would halve the derivative at exactly 0."""
+    return var + lax.stop_gradient(jnp.maximum(-var, 0))
 
 
 def abs_square(d):
@@ -146,7 +155,7 @@ def _statistics(pooling: Pooling, x, wide, where) -> Statistics:
         offset = checkpoint_name(_mean(pooling, wide, where), STATS_NAME)
     var = _mean(pooling, abs_square(wide), where)
     if offset is not None:
-        var = jnp.maximum(var - abs_square(offset), 0)
+        var = at_least_zero(var - abs_square(offset))
     count = None if where is None else _group_count(pooling, wide, where)
     return Statistics(shift, offset, checkpoint_name(var, STATS_NAME), count)
 
@@ -215,28 +224,26 @@ def _gamma(form: Form, scale, dtype):
     return 1 + scale if form.zero_centered else scale
 
 
-def _lost(where, wide):
-    return ~where & ~jnp.isfinite(wide)
-
-
-def _formula(form: Form, wide, stats: Statistics, scale, bias, eps, where):
-    r = _inverse_std(stats.var, eps, stats.count)
-    d = _centred(wide, stats.shift, stats.offset)
-    if where is not None:
-        d = jnp.where(where | (r != 0), d, 0)
-    y = d * r.astype(d.dtype)
-    gamma = _gamma(form, scale, y.dtype)
-    y = y if gamma is None else y * gamma
-    return y if bias is None else y + bias
+def _lost(where, d, r):
+    """Excluded entries whose x̂ is not finite: NaN, Inf, or a padding value so large that x̂ overflows."""
+    return ~where & ~jnp.isfinite(lax.stop_gradient(d * r))
 
 
 def _affine(form: Form, x, wide, stats: Statistics, scale, bias, eps, where):
     del x
+    r = _inverse_std(stats.var, eps, stats.count).astype(wide.dtype)
+    gamma = _gamma(form, scale, wide.dtype)
+
+    def finish(x_hat):
+        y = x_hat if gamma is None else x_hat * gamma
+        return y if bias is None else y + bias
+
+    d = _centred(wide, stats.shift, stats.offset)
     if where is None:
-        return _formula(form, wide, stats, scale, bias, eps, where)
-    lost = _lost(where, wide)
-    own = lax.stop_gradient(_formula(form, wide, stats, scale, bias, eps, where))
-    return jnp.where(lost, own, _formula(form, jnp.where(lost, 0, wide), stats, scale, bias, eps, where))
+        return finish(d * r)
+    d = jnp.where(where | (r != 0), d, 0)
+    lost = _lost(where, d, r)
+    return jnp.where(lost, lax.stop_gradient(finish(d * r)), finish(jnp.where(lost, 0, d) * r))
 
 
 def _affine_fwd(form: Form, x, wide, stats: Statistics, scale, bias, eps, where):
@@ -245,12 +252,12 @@ def _affine_fwd(form: Form, x, wide, stats: Statistics, scale, bias, eps, where)
 
 def _affine_bwd(form: Form, saved: Any, g):
     x, stats, scale, eps, where = saved
-    wide = x.astype(g.dtype)
-    if where is not None:
-        lost = _lost(where, wide)
-        wide, g = jnp.where(lost, 0, wide), jnp.where(lost, 0, g)
+    d = _centred(x.astype(g.dtype), stats.shift, stats.offset)
     r = _inverse_std(stats.var, eps, stats.count)
-    x_hat = _centred(wide, stats.shift, stats.offset) * r
+    if where is not None:
+        lost = _lost(where, d, r)
+        d, g = jnp.where(lost, 0, d), jnp.where(lost, 0, g)
+    x_hat = d * r
     gamma = _gamma(form, scale, g.dtype)
     u = g if gamma is None else g * gamma
     group = r.shape
@@ -280,12 +287,10 @@ def _affine_jvp(form: Form, primals, tangents):
 
     @jax.checkpoint
     def tangent(x, stats, scale, eps, where, d_wide, d_stats, d_scale, d_bias, d_eps):
-        wide = x.astype(d_wide.dtype)
-        lost = None if where is None else _lost(where, wide)
-        if lost is not None:
-            wide = jnp.where(lost, 0, wide)
+        d = _centred(x.astype(d_wide.dtype), stats.shift, stats.offset)
         r = _inverse_std(stats.var, eps, stats.count)
-        x_hat = _centred(wide, stats.shift, stats.offset) * r
+        lost = None if where is None else _lost(where, d, r)
+        x_hat = (d if lost is None else jnp.where(lost, 0, d)) * r
         d = r * _centred(d_wide, d_stats.shift, d_stats.offset) - x_hat * (0.5 * (r * (r * (d_stats.var + d_eps))))
         gamma = _gamma(form, scale, d.dtype)
         d = d if gamma is None else d * gamma + x_hat * d_scale.astype(d.dtype)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from normjax._axes import Spec, unbound_error
-from normjax._derivatives import Statistics, abs_square
+from normjax._derivatives import Statistics, abs_square, at_least_zero
 
 # Up to here one psum carries every device's statistics; beyond, its payload grows with the axis, and two psums of sums
 # move less (a vmap over a whole batch is such an axis: its slots would take N² memory).
@@ -156,7 +156,7 @@ def _pool_by_sums(stats: Statistics, names: tuple[str, ...], index) -> Statistic
     d = jnp.where(stats.count > 0, (stats.shift - shift) + stats.offset, 0)
     offset, square = psum((stats.count * d, stats.count * (stats.var + abs_square(d))), names)
     offset, square = offset / m, square / m
-    return Statistics(shift, offset, jnp.maximum(square - abs_square(offset), 0), count)
+    return Statistics(shift, offset, at_least_zero(square - abs_square(offset)), count)
 
 
 def merge_stacked(stacked: Statistics) -> Statistics:

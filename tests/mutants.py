@@ -132,7 +132,7 @@ MUTANTS = (
     Mutant(
         "an excluded NaN reaching dγ",
         "normjax/_derivatives.py",
-        "        wide, g = jnp.where(lost, 0, wide), jnp.where(lost, 0, g)\n",
+        "        d, g = jnp.where(lost, 0, d), jnp.where(lost, 0, g)\n",
         "        g = jnp.where(lost, 0, g)\n",
         (*GRADIENT, "under_each_mask and NaN"),
     ),
