@@ -241,9 +241,9 @@ def _affine(form: Form, x, wide, stats: Statistics, scale, bias, eps, where):
     d = _centred(wide, stats.shift, stats.offset)
     if where is None:
         return finish(d * r)
-    d = jnp.where(where | (r != 0), d, 0)
     lost = _lost(where, d, r)
-    return jnp.where(lost, lax.stop_gradient(finish(d * r)), finish(jnp.where(lost, 0, d) * r))
+    own = jnp.where(r == 0, 0, d * r)
+    return jnp.where(lost, lax.stop_gradient(finish(own)), finish(jnp.where(lost, 0, d) * r))
 
 
 def _affine_fwd(form: Form, x, wide, stats: Statistics, scale, bias, eps, where):
