@@ -1,6 +1,7 @@
 """What may come in: arrays, masks, numbers, flags and dtypes, and what is said of anything else."""
 
 import dataclasses
+import math
 from typing import Any, TypeVar
 
 import jax
@@ -103,12 +104,16 @@ def as_eps(spec: Spec, eps, dtype) -> jax.Array:
     """`eps` in the statistics' dtype, with the expanded rank."""
     if not is_real_scalar(eps):
         raise TypeError(f"{spec.fn}: eps must be a real scalar; got {eps!r}.")
-    if isinstance(eps, int):
-        eps = float(eps) if abs(eps) < 2**64 else np.inf
-    if not isinstance(eps, Tracer) and not 0 <= np.asarray(eps) < np.inf:
-        raise ValueError(
-            f"{spec.fn}: eps={eps!r} must be at least 0 and finite; it is added to the variance, inside the root."
-        )
+    if not isinstance(eps, Tracer):
+        try:
+            known = float(eps)
+        except OverflowError:
+            known = math.inf
+        if not 0 <= known < math.inf:
+            raise ValueError(
+                f"{spec.fn}: eps={eps!r} must be at least 0 and finite; it is added to the variance, inside the root."
+            )
+        eps = eps if hasattr(eps, "dtype") else known
     return jnp.reshape(jnp.asarray(eps).astype(dtype), [1] * len(spec.expanded))
 
 

@@ -136,7 +136,9 @@ def merge(*moments: Moments, axis: int | None = None) -> Moments:
       axis: which axis that is.
 
     Returns:
-      `Moments` along the same names, as if their entries had been pooled at once. Moments with count 0 change nothing.
+      `Moments` along the same names, of all entries together. Moments with count 0 change nothing. The formula is
+      exact; a `mean` is one rounded number, so beside pooling at once x̂ moves by the spacing of floats at the mean
+      over the standard deviation (float32, mean 10⁴, deviation 1: 5e-4; mean 1: 1e-7).
 
     Raises:
       ValueError: none given, several given with `axis`, or names or shapes that differ.

@@ -238,7 +238,10 @@ def _batch_values(fn: str, state: BatchStats, moments: Moments, unbiased: bool):
     """The batch's mean, variance and count along the state's names, in its order."""
     moments = jax.tree.map(lax.stop_gradient, moments)
     if missing := [name for name in state.names if name not in moments.names]:
-        raise ValueError(f"{fn}: state runs along {quote(missing)}, but the moments run along {quote(moments.names)}.")
+        raise ValueError(
+            f"{fn}: state runs along {quote(missing)}, but the moments run along {quote(moments.names)}; "
+            'for a factor of a split axis, give that axis no name of its own where the moments are taken: "(G=2 K)", not "C=(G=2 K)".'
+        )
     mean, var = moments.mean, moments.var
     m = moments.count.astype(var.dtype)
     unnamed = mean.ndim - len(moments.names) + 1
@@ -286,6 +289,7 @@ def _step(state: BatchStats, mean, var, m, running: Ema | Cumulative) -> BatchSt
         r, b = kept.astype(dtype), batch.astype(dtype)
         share = ratio.astype(dtype)
         moved = (1 - share) * r + share * b  # not r + share (b - r): it would round a small b away beside r
+        moved = jnp.where(share == 1, b, jnp.where(share == 0, r, moved))  # 0 times an infinite one is not 0
         if not jnp.iscomplexobj(moved):
             moved = jnp.clip(moved, jnp.minimum(r, b), jnp.maximum(r, b))  # a convex combination, rounding or not
         return jnp.where(seen, moved, r).astype(kept.dtype)
