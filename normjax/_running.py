@@ -239,8 +239,8 @@ def _batch_values(fn: str, state: BatchStats, moments: Moments, unbiased: bool):
     moments = jax.tree.map(lax.stop_gradient, moments)
     if missing := [name for name in state.names if name not in moments.names]:
         raise ValueError(
-            f"{fn}: state runs along {quote(missing)}, but the moments run along {quote(moments.names)}; "
-            'for a factor of a split axis, give that axis no name of its own where the moments are taken: "(G=2 K)", not "C=(G=2 K)".'
+            f"{fn}: state runs along {quote(missing)}, but the moments run along {quote(moments.names)}. For a factor "
+            'of a split axis take the moments with that axis unnamed: layout "(G=2 K)", not "C=(G=2 K)".'
         )
     mean, var = moments.mean, moments.var
     m = moments.count.astype(var.dtype)
