@@ -310,7 +310,7 @@ def _factor_sizes(fn: str, layout: str, axis: Axis, size: int, shape: tuple) -> 
             f"{fn}: layout=\"{layout}\": the factors of '{axis}' multiply to {known}"
             + (f" times '{open_[0]}'" if open_ else "")
             + f", but that axis of x has size {size} (shape {shape})"
-            + (f", which {known} does not divide." if open_ else ".")
+            + (f", which {known} does not divide; choose a divisor of {size}." if open_ else ".")
         )
     return [size // known if factor is None else factor for _, factor in axis.factors]
 

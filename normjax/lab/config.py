@@ -271,7 +271,7 @@ def _check(config: Config, source: str) -> None:
         ("norm.derivative", norm.derivative, norm.derivative in DERIVATIVES, "one of " + ", ".join(DERIVATIVES)),
         ("train.epochs", train.epochs, 1 <= train.epochs <= 10_000, "between 1 and 10000"),
         ("train.batch_size", train.batch_size, train.batch_size >= 1, "at least 1"),
-        ("train.learning_rate", train.learning_rate, 0 < train.learning_rate < math.inf, "above zero"),
+        ("train.learning_rate", train.learning_rate, 0 < train.learning_rate < math.inf, "above zero and finite"),
         ("train.weight_decay", train.weight_decay, 0 <= train.weight_decay < math.inf, "zero or more"),
     ]
     for key, value, holds, allowed in rules:

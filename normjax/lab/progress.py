@@ -22,6 +22,11 @@ class Progress(Protocol):
         """One step is done."""
 
 
+def _of_batch(record: dict[str, Any]) -> str:
+    """The last step's own numbers."""
+    return f"batch: loss {record['loss']:.4f}, accuracy {record['accuracy']:.1%}"
+
+
 class LiveProgress:
     """A line that is redrawn: epoch, step, bar, loss, accuracy, held-out accuracy, time left."""
 
@@ -54,7 +59,7 @@ class LiveProgress:
             self._task,
             advance=1,
             epoch=f"{record['epoch']}/{self._epochs}",
-            description=f"loss {record['loss']:.4f}  accuracy {record['accuracy']:.1%}  held out {self._held_out}",
+            description=f"{_of_batch(record)}  held out {self._held_out}",
         )
 
 
@@ -79,8 +84,8 @@ class PlainProgress:
             return
         per_step = (time.monotonic() - self._began) / max(record["step"] - self._first, 1)
         print(
-            f"epoch {record['epoch']}/{self._epochs}  step {record['step']}/{self._total}  loss {record['loss']:.4f}  "
-            f"accuracy {record['accuracy']:.1%}  held out {record['held_out_accuracy']:.1%}  "
+            f"epoch {record['epoch']}/{self._epochs}  step {record['step']}/{self._total}  "
+            f"{_of_batch(record)}  held out {record['held_out_accuracy']:.1%}  "
             f"{per_step * (self._total - record['step']):.0f} s left",
             flush=True,
         )
