@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import shlex
+import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -148,10 +150,18 @@ class RunFolder:
             log.setLevel(level)
             return found
         except Exception as error:  # orbax and tensorstore raise many kinds; the first line says which file
-            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            sys.excepthook = _without_late_reads
+            said = str(error).partition(" [tensorstore_spec")[0] or type(error).__name__
+            reason = textwrap.shorten(said, 240, placeholder=" …")
             raise UserError(
                 f"--resume {self.path}: checkpoint {step} cannot be read; start a new run ({reason})"
             ) from error
+
+
+def _without_late_reads(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Reports exceptions but for tensorstore's, whose other reads end after orbax has raised and closed its loop."""
+    if str(error) != "Event loop is closed":
+        sys.__excepthook__(kind, error, trace)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -58,7 +58,7 @@ def test_output_without_a_terminal_is_plain_lines_and_ends_with_the_table(unbrok
     assert "\r" not in out
     lines = out.splitlines()
     assert lines[0] == f"run folder {folder}"
-    assert lines[1].startswith(f"epoch 1/3  step {EPOCH}/{3 * EPOCH}  loss ")
+    assert lines[1].startswith(f"epoch 1/3  step {EPOCH}/{3 * EPOCH}  batch: loss ")
     assert lines[3].endswith(f"held out {running:.1%}  0 s left")
     assert lines[4:] == [
         f"360 held-out images after {3 * EPOCH} steps",
