@@ -1,5 +1,8 @@
-"""Configuration of every test: eight CPU devices, and a random key that depends on the test's own name."""
+"""Configuration of every test: eight CPU devices, one store of compiled programs, and a random key of its own."""
 
+import os
+import shutil
+import tempfile
 import zlib
 
 import jax
@@ -7,6 +10,18 @@ import numpy as np
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_configure(config):
+    # A run's workers share what they compile, each of them inheriting the folder that the first process made.
+    if "NORMJAX_TEST_PROGRAMS" not in os.environ:
+        programs = os.environ["NORMJAX_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="normjax-test-programs-")
+        config.add_cleanup(lambda: shutil.rmtree(programs, ignore_errors=True))
+    jax.config.update("jax_compilation_cache_dir", os.environ["NORMJAX_TEST_PROGRAMS"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # A program that another worker is just writing is compiled again, with this warning.
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
 
 
 @pytest.fixture

@@ -4,15 +4,21 @@ import pytest
 
 from tests.cases.common import FAMILY
 
+# Which members meet it in every run: pooling and parameters along one axis or several, with a mean and without.
+DEAR = {
+    "eager": {"batch"},
+    "vmap": {"batch", "group", "rms"},
+    "jvp": {"batch", "rms"},
+    "autodiff": {"layer"},
+}
+
 
 def every_run(params: dict) -> bool:
-    """Eager only for batch and layer norm, the rules besides "vjp" only for batch, layer and RMS norm."""
+    """Each member compiled and with "vjp"; what costs a program more, for members that could fail by themselves."""
     norms = {name for name, norm in FAMILY.items() if norm in params.values()}
     if not norms:
         return True
-    if "eager" in params.values() and not norms & {"batch", "layer"}:
-        return False
-    return params.get("derivative", "vjp") == "vjp" or bool(norms & {"batch", "layer", "rms"})
+    return all(norms & DEAR[value] for value in params.values() if isinstance(value, str) and value in DEAR)
 
 
 def pytest_collection_modifyitems(items):

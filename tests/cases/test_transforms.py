@@ -206,7 +206,8 @@ def third(apply, g):
         curve = jax.grad(lambda x: jnp.sum(slope(x) * v))
         return jax.grad(lambda x: jnp.sum(curve(x) * w))(x)
 
-    return jax.jit(program)
+    # It runs once, on a dozen numbers: to compile it well would take longer.
+    return jax.jit(program, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.mark.case(59)
@@ -220,6 +221,56 @@ def test_third_derivatives_are_those_of_the_plain_formula(family, rng, x64):
     assert np.max(np.abs(expected)) > 1e-2
     for derivative in ("vjp", "jvp"):
         to_float64(third(functools.partial(apply, derivative=derivative), g)(x, v, w), expected)
+
+
+ROWS = {"layout": "N C", "axis_names": "N", "eps": 1.0}
+
+
+def at_once(x, derivative):
+    return nj.normalize(x, derivative=derivative, **ROWS)[0]
+
+
+def over_shards(x, derivative):
+    """The same groups, in forty parts of one row each over a mapped axis."""
+    norm = lambda x: nj.normalize(x, layout="C", axis_names="data", eps=1.0, derivative=derivative)[0]  # noqa: E731
+    return jax.vmap(norm, axis_name="data")(x)
+
+
+def through_merge(x, derivative):
+    parts = [nj.moments(part, layout="N C", axis_names="N") for part in (x[:3], x[3:])]
+    return nj.normalize(x, moments=nj.merge(*parts), derivative=derivative, **ROWS)[0]
+
+
+@pytest.mark.case(59)
+@pytest.mark.parametrize(
+    ("norm", "rows", "derivative"),
+    [
+        *((at_once, 4, derivative) for derivative in ("vjp", "jvp", "autodiff")),
+        (through_merge, 6, "vjp"),
+        (over_shards, 40, "vjp"),
+    ],
+)
+@pytest.mark.parametrize("start", [0.0, 3.0])
+def test_third_derivatives_at_a_constant_are_those_of_the_plain_formula(norm, rows, derivative, start, rng, x64):
+    # Where the variance is 0, a clamp at 0 would halve its second derivative.
+    weight, direction = rng.standard_normal((2, rows, 2))
+
+    def plain(x):
+        return (x - x.mean(0)) / jnp.sqrt(jnp.var(x, 0) + 1.0)
+
+    def thrice(apply):
+        slope = lambda s: jnp.sum(weight * apply(start + s * direction))  # noqa: E731
+        for _ in range(3):
+            slope = jax.grad(slope)
+        return slope
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def program(s):
+        return thrice(plain)(s), thrice(functools.partial(norm, derivative=derivative))(s)
+
+    expected, actual = program(0.0)
+    assert abs(expected) > 1e-2
+    to_float64(actual, expected)
 
 
 @pytest.mark.case(59)
