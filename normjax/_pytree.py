@@ -97,7 +97,7 @@ def _from_state_dict(instance: Any, state: dict[str, Any]) -> Any:
 
 
 def show(self: Any) -> str:
-    """The repr: `BatchStats(mean=float32[64], …, names='C')`."""
+    """One line with each leaf's dtype and shape, and the names."""
     parts = []
     for field in dataclasses.fields(self):
         value = getattr(self, field.name)

@@ -289,9 +289,9 @@ def _step(state: BatchStats, mean, var, m, running: Ema | Cumulative) -> BatchSt
         r, b = kept.astype(dtype), batch.astype(dtype)
         share = ratio.astype(dtype)
         moved = (1 - share) * r + share * b  # not r + share (b - r): it would round a small b away beside r
-        moved = jnp.where(share == 1, b, jnp.where(share == 0, r, moved))  # 0 times an infinite one is not 0
         if not jnp.iscomplexobj(moved):
             moved = jnp.clip(moved, jnp.minimum(r, b), jnp.maximum(r, b))  # a convex combination, rounding or not
+        moved = jnp.where(share == 1, b, jnp.where(share == 0, r, moved))  # 0 times an infinite one is not 0
         return jnp.where(seen, moved, r).astype(kept.dtype)
 
     return BatchStats(

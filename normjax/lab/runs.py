@@ -4,12 +4,11 @@ Files are written beside their place and moved there; the metrics are on disk be
 what a crash left of steps after the last checkpoint is cut off when the run goes on.
 """
 
+import hashlib
 import itertools
 import json
-import logging
 import os
 import shlex
-import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from normjax.lab.config import Config
 from normjax.lab.errors import UserError
 
 CONFIG, METRICS, CURVES, CHECKPOINTS = "config.toml", "metrics.jsonl", "curves.png", "checkpoints"
+DIGESTS = "sha256.json"
 
 
 def next_folder(source: str, root: Path = Path("runs")) -> Path:
@@ -133,6 +133,8 @@ class RunFolder:
         os.fsync(self._metrics.fileno())
         state_item, config_item = ocp.args.StandardSave(state), ocp.args.JsonSave(configs.to_dict(config))
         self._manager.save(step, args=ocp.args.Composite(state=state_item, config=config_item))
+        self._manager.wait_until_finished()
+        self._write_digests(step)
 
     def restore(self, target: Any) -> Any:
         """The newest checkpoint, in the structure and dtypes of `target`."""
@@ -141,27 +143,40 @@ class RunFolder:
     def _read(self, item: str, args: Any) -> Any:
         """One item of the newest checkpoint."""
         step = self._manager.latest_step()
-        # Of several arrays that cannot be read orbax raises one error; asyncio would log the others, with tracebacks.
-        log = logging.getLogger("asyncio")
-        level = log.level
-        log.setLevel(logging.CRITICAL)
+        self._check_digests(step)
         try:
-            found = self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
-            log.setLevel(level)
-            return found
+            return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
         except Exception as error:  # orbax and tensorstore raise many kinds; the first line says which file
-            sys.excepthook = _without_late_reads
             said = str(error).partition(" [tensorstore_spec")[0] or type(error).__name__
-            reason = textwrap.shorten(said, 240, placeholder=" …")
-            raise UserError(
-                f"--resume {self.path}: checkpoint {step} cannot be read; start a new run ({reason})"
-            ) from error
+            raise self._unreadable(step, textwrap.shorten(said, 240, placeholder=" …")) from error
+
+    def _write_digests(self, step: int) -> None:
+        """Beside the files, their digests: where orbax meets a damaged one, its threads go on to print tracebacks."""
+        root = self.path / CHECKPOINTS / str(step)
+        found = {str(file.relative_to(root)): _digest(file) for file in sorted(root.rglob("*")) if file.is_file()}
+        write_atomically(root / DIGESTS, json.dumps(found, indent=1).encode())
+
+    def _check_digests(self, step: int) -> None:
+        root = self.path / CHECKPOINTS / str(step)
+        if not (root / DIGESTS).exists():  # the run ended between the checkpoint and its digests
+            return
+        try:
+            damaged = [
+                name
+                for name, digest in json.loads((root / DIGESTS).read_bytes()).items()
+                if _digest(root / name) != digest
+            ]
+        except (OSError, ValueError) as error:
+            raise self._unreadable(step, str(error)) from error
+        if damaged:
+            raise self._unreadable(step, f"{damaged[0]} is not what was written")
+
+    def _unreadable(self, step: int, reason: str) -> UserError:
+        return UserError(f"--resume {self.path}: checkpoint {step} cannot be read; start a new run ({reason})")
 
 
-def _without_late_reads(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Reports exceptions but for tensorstore's, whose other reads end after orbax has raised and closed its loop."""
-    if str(error) != "Event loop is closed":
-        sys.__excepthook__(kind, error, trace)
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def write_atomically(path: Path, content: bytes) -> None:
