@@ -41,7 +41,7 @@ def as_array(fn: str, what: str, value) -> jax.Array:
     """Numbers as a JAX array; Flax's nnx Variables are opened. TypeError for anything that holds no numbers."""
     value = value.get_value() if hasattr(value, "get_value") else value
     if isinstance(value, (str, bytes)):  # JAX takes some for the name of a dtype
-        raise TypeError(f"{fn}: {what} must be an array of numbers, not {value!r}.")
+        raise TypeError(f"{fn}: {what} must be an array of numbers, not {type(value).__name__}: {value!r}.")
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
