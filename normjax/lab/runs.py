@@ -143,6 +143,7 @@ class RunFolder:
     def _read(self, item: str, args: Any) -> Any:
         """One item of the newest checkpoint."""
         step = self._manager.latest_step()
+        assert step is not None  # `reopen` has seen a checkpoint
         self._check_digests(step)
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
