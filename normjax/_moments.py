@@ -66,7 +66,7 @@ def _sharded(x, axes: Sequence[int]) -> bool:
 
 def pooled_statistics(spec: Spec, x, wide, where, *, center: bool, axis_index_groups, derivative: str) -> Statistics:
     """The statistics of the expanded x over `spec`'s axes, mapped ones included; where: as from `as_mask`."""
-    if axis_index_groups is not None and not spec.mapped:
+    if axis_index_groups is not None:
         _mapped.check_groups(spec, axis_index_groups)
     for name in spec.mapped:
         _mapped.axis_size(spec, name)
