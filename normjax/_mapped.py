@@ -99,7 +99,7 @@ def _over_mixed(collective, tree, names: tuple[str, ...]):
 
 
 def pool(spec: Spec, stats: Statistics, group_size: int, groups: Sequence[Sequence[int]] | None) -> Statistics:
-    """The statistics over all devices of the mapped axes, each weighted by its own count; `groups` have passed `check_groups`."""
+    """The statistics over all devices of the mapped axes, each by its own count; `groups` passed `check_groups`."""
     sizes = [axis_size(spec, name) for name in spec.mapped]
     count = stats.count
     if count is None:
