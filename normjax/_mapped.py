@@ -1,23 +1,30 @@
 """Statistics across mapped axes: names of `vmap`, `pmap` or `shard_map` instead of axes of the array.
 
-Every device brings (K, e, v, count) of its own entries. Counts are summed, never averaged, so masked and unequal shards
-are right and an empty one is harmless. The collectives are plain JAX between two local rules (see _derivatives.py):
-their transposes are the backward's collectives, and the gradient may be taken inside or outside the mapping.
+Every device brings (K, e, v) and the count n of its own entries (see _derivatives.py). Counts are summed, never
+averaged, so masked and unequal shards are right and an empty one is harmless. With w = n/Σn and μ = K + e:
+
+    μ = Σ w μ_d,    v = Σ w (v_d + (μ_d − μ)²)        dμ = Σ w dμ_d,    dv = Σ w (dv_d + 2 (μ_d − μ) dμ_d)
+
+The forward is one psum. Each device writes K, e and n into a slot of its own, since the largest mean that float32 holds
+needs the pair from each device to be exact; what is left, Σ n v_d, the psum adds up. For C groups on D devices that is
+D (2C + 1) + C numbers. The tangent is one psum of 2C numbers, and its transpose, the backward's one collective, too;
+both are plain JAX between two local rules, so the gradient may be taken inside or outside the mapping.
 """
 
 import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from normjax._axes import Spec, unbound_error
-from normjax._derivatives import Statistics, abs_square, at_least_zero
+from normjax._axes import Spec, quote, unbound_error
+from normjax._derivatives import STATS_NAME, Statistics, abs_square, at_least_zero
 
 # Up to here one psum carries every device's statistics; beyond, its payload grows with the axis, and a pmax and a psum
 # of sums move less (a vmap over a whole batch is such an axis: its slots would take N² memory).
@@ -79,82 +86,172 @@ def vary_alike(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: _cast(leaf, axes), tree) if axes else tree
 
 
-def psum(tree, names: tuple[str, ...]):
+def psum(fn: str, tree, names: tuple[str, ...]):
     """`lax.psum` over vmap names, unchecked and checked manual axes together, which JAX refuses to mix in one call."""
-    return _over_mixed(lax.psum, tree, names)
+    return _over_mixed(fn, lax.psum, tree, names)
 
 
-def pmax(tree, names: tuple[str, ...]):
+def pmax(fn: str, tree, names: tuple[str, ...]):
     """`lax.pmax` over the same mixture of names."""
-    return _over_mixed(lax.pmax, tree, names)
+    return _over_mixed(fn, lax.pmax, tree, names)
 
 
-def _over_mixed(collective, tree, names: tuple[str, ...]):
+def _over_mixed(fn: str, collective, tree, names: tuple[str, ...]):
     checked = frozenset(name for name in names if name in varying(lax.axis_index(name)))
     if rest := tuple(name for name in names if name not in checked):
-        tree = collective(tree, rest)
+        try:
+            tree = collective(tree, rest)
+        except AssertionError as error:
+            raise ValueError(
+                f"{fn}: {quote(rest)} is an axis of vmap inside shard_map with check_vma=True, where JAX has no "
+                "collectives over it. Use check_vma=False, or make it an axis of the array and name it in layout."
+            ) from error
     if checked:
         tree = collective(jax.tree.map(lambda leaf: _cast(leaf, checked), tree), tuple(sorted(checked)))
     return tree
 
 
+class Over(NamedTuple):
+    """What a mean runs over besides axes of the array: all static."""
+
+    fn: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]  # of devices; without axis_index_groups one of all
+    group_size: Any  # entries that share a mean on one device, before masks; may be symbolic
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are along all names."""
+        return math.prod(self.sizes)
+
+    def most(self, stats: Statistics):
+        """The largest count that any group can have: counts are summed as shares of it, which cannot overflow."""
+        size = jnp.full([1] * stats.var.ndim, self.group_size, stats.var.dtype)
+        return jnp.maximum(size * self.devices, 1)
+
+    def place(self):
+        """This device's number among all, the last name's index counting fastest."""
+        index = jnp.zeros((), jnp.int32)
+        for name, size in zip(self.names, self.sizes, strict=True):
+            index = index * size + lax.axis_index(name).astype(jnp.int32)
+        return index
+
+    def own_group(self):
+        """Whether each device is of this one's group, and the number of that group; None and 0 for one group."""
+        if len(self.groups) == 1:
+            return None, 0
+        numbers = np.empty(self.devices, np.int32)
+        for number, group in enumerate(self.groups):
+            numbers[list(group)] = number
+        own = jnp.asarray(numbers)[self.place()]
+        return numbers == own, own
+
+
 def pool(spec: Spec, stats: Statistics, group_size: int, groups: Sequence[Sequence[int]] | None) -> Statistics:
     """The statistics over all devices of the mapped axes, each by its own count; `groups` passed `check_groups`."""
-    sizes = [axis_size(spec, name) for name in spec.mapped]
+    sizes = tuple(axis_size(spec, name) for name in spec.mapped)
+    every = [range(math.prod(sizes))] if groups is None else groups
+    static = tuple(tuple(operator.index(i) for i in group) for group in every if len(group))
     count = stats.count
     if count is None:
         count = jnp.full([1] * stats.var.ndim, group_size, stats.var.dtype)
-    stats = vary_alike(stats._replace(count=count))
-    slots = math.prod(sizes)
-    if slots > MOST_SLOTS and groups is None:
-        return _pool_by_sums(stats, spec.mapped)
-    index = jnp.zeros((), jnp.int32)
-    for name, size in zip(spec.mapped, sizes, strict=True):
-        index = index * size + lax.axis_index(name).astype(jnp.int32)
-    stacked = _gather(stats, spec.mapped, slots, index)
-    if groups is not None:
-        of = np.empty(slots, np.int32)
-        for number, group in enumerate(groups):
-            of[list(group)] = number
-        mine = jnp.asarray(of)[index] == jnp.asarray(of)
-        mine = jnp.reshape(mine, [slots] + [1] * stats.var.ndim)
-        stacked = stacked._replace(count=jnp.where(mine, stacked.count, 0))
-    return merge_stacked(stacked)
+    over = Over(spec.fn, spec.mapped, sizes, static, group_size)
+    return _pooled(over, vary_alike(stats._replace(count=count)))
 
 
-def _gather(stats: Statistics, names: tuple[str, ...], slots: int, index) -> Statistics:
-    """Every device's statistics stacked on a new leading axis, by one psum of arrays that are zero but in one slot."""
-    arrays, structure = jax.tree.flatten(stats)
-    dtype = functools.reduce(np.promote_types, [array.dtype for array in arrays])
-    flat = jnp.concatenate([jnp.ravel(array).astype(dtype) for array in arrays])
-    own = jnp.arange(slots, dtype=jnp.int32)[:, None] == index
-    table = psum(jnp.where(own, flat[None], 0), names)
-    ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
-    parts = jnp.split(table, ends, axis=1)
-    return jax.tree.unflatten(
-        structure,
-        [
-            (part if jnp.iscomplexobj(array) else part.real).astype(array.dtype).reshape(slots, *array.shape)
-            for part, array in zip(parts, arrays, strict=True)
-        ],
-    )
+def _pool(over: Over, stats: Statistics) -> Statistics:
+    if stats.shift is None:
+        pooled = _pool_squares(over, stats)
+    elif over.devices > MOST_SLOTS and len(over.groups) == 1:
+        pooled = _pool_by_sums(over, stats)
+    else:
+        pooled = _pool_by_slots(over, stats)
+    return jax.tree.map(lambda array: checkpoint_name(array, STATS_NAME), pooled)
 
 
-def _pool_by_sums(stats: Statistics, names: tuple[str, ...]) -> Statistics:
-    """As `merge_stacked`, by a pmax that finds the middle of all shifts, and a psum of sums about it.
+_pooled = jax.custom_jvp(_pool, nondiff_argnums=(0,))
+
+
+@_pooled.defjvp
+def _pooled_jvp(over: Over, primals, tangents):
+    (stats,), (d_stats,) = primals, tangents
+    out = _pool(over, stats)
+    weight = stats.count / jnp.maximum(out.count, 1)
+    d_count = jnp.zeros_like(out.count)
+    if stats.shift is None:
+        _, (d_var,) = _exchange(over, (), (weight * d_stats.var,))
+        return out, Statistics(None, None, d_var, d_count)
+    apart = jnp.where(stats.count > 0, (stats.shift - out.shift) + (stats.offset - out.offset), 0)
+    d_var = d_stats.var + 2 * (jnp.conj(apart) * d_stats.offset).real
+    _, (d_offset, d_var) = _exchange(over, (), (weight * d_stats.offset, weight * d_var))
+    return out, Statistics(jnp.zeros_like(out.shift), d_offset, d_var, d_count)
+
+
+def _exchange(over: Over, each: Sequence, added: Sequence):
+    """By one psum: some arrays of every device, stacked on a new leading axis, and the group's sums of others.
+
+    What is stacked travels in a table that is zero but for the own row; sums do so too where there are several groups.
+    """
+    dtype = functools.reduce(np.promote_types, [array.dtype for array in (*each, *added)])
+    _, number = over.own_group()
+    slots = _in_row(over.devices, over.place(), _flat(each, dtype))
+    sums = _in_row(len(over.groups), number, _flat(added, dtype))
+    whole = psum(over.fn, jnp.concatenate([jnp.ravel(slots), jnp.ravel(sums)]), over.names)
+    slots, sums = jnp.reshape(whole[: slots.size], slots.shape), jnp.reshape(whole[slots.size :], sums.shape)
+    if len(over.groups) > 1:
+        sums = jnp.sum(jnp.where(jnp.arange(len(sums))[:, None] == number, sums, 0), 0, keepdims=True)
+    return _unflat(slots, each), [array[0] for array in _unflat(sums, added)]
+
+
+def _flat(arrays: Sequence, dtype):
+    return jnp.concatenate([jnp.zeros(0, dtype), *(jnp.ravel(array).astype(dtype) for array in arrays)])
+
+
+def _in_row(rows: int, row, flat):
+    return flat[None] if rows == 1 else jnp.where(jnp.arange(rows)[:, None] == row, flat[None], 0)
+
+
+def _unflat(table, arrays: Sequence) -> list:
+    parts = jnp.split(table, np.cumsum([0, *(array.size for array in arrays)])[1:-1].tolist(), axis=1) if arrays else []
+    return [
+        (part if jnp.iscomplexobj(array) else part.real).astype(array.dtype).reshape(-1, *array.shape)
+        for part, array in zip(parts, arrays, strict=True)
+    ]
+
+
+def _pool_squares(over: Over, stats: Statistics) -> Statistics:
+    """Mean squares, which have no mean to be exact about."""
+    most = over.most(stats)
+    _, (square, count) = _exchange(over, (), (stats.count / most * stats.var, stats.count))
+    return Statistics(None, None, square * (most / jnp.maximum(count, 1)), count)
+
+
+def _pool_by_slots(over: Over, stats: Statistics) -> Statistics:
+    most = over.most(stats)
+    within = stats.count / most * stats.var
+    (shift, offset, count), (within,) = _exchange(over, (stats.shift, stats.offset, stats.count), (within,))
+    mine, _ = over.own_group()
+    if mine is not None:
+        count = jnp.where(jnp.reshape(mine, [-1] + [1] * stats.var.ndim), count, 0)
+    pooled = merge_stacked(Statistics(shift, offset, jnp.zeros_like(shift.real), count))
+    return pooled._replace(var=within * (most / jnp.maximum(pooled.count, 1)) + pooled.var)
+
+
+def _pool_by_sums(over: Over, stats: Statistics) -> Statistics:
+    """As by slots, by a pmax that finds the middle of all shifts, and a psum of sums about it.
 
     The middle is exact where all shards agree, so constant groups stay exact; where one shard of D lies apart, the
     variance loses up to log₂(D/4) bits.
     """
     used = stats.count > 0
-    if stats.shift is None:
-        count, square = psum((stats.count, stats.count * stats.var), names)
-        return Statistics(None, None, square / jnp.maximum(count, 1), count)
-    shift = _middle(lax.stop_gradient(stats.shift), used, lambda ends: pmax(ends, names))
+    shift = _middle(lax.stop_gradient(stats.shift), used, lambda ends: pmax(over.fn, ends, over.names))
     d = jnp.where(used, (stats.shift - shift) + stats.offset, 0)
-    count, offset, square = psum((stats.count, stats.count * d, stats.count * (stats.var + abs_square(d))), names)
-    m = jnp.maximum(count, 1)
-    offset, square = offset / m, square / m
+    most = over.most(stats)
+    share = stats.count / most
+    _, sums = _exchange(over, (), (share * d, share * (stats.var + abs_square(d)), stats.count))
+    count = sums[2]
+    offset, square = (part * (most / jnp.maximum(count, 1)) for part in sums[:2])
     return Statistics(shift, offset, at_least_zero(square - abs_square(offset)), count)
 
 

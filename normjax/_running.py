@@ -351,7 +351,7 @@ def _require_bound(fn: str, state: BatchStats, name: str) -> None:
 def _pooled(state: BatchStats, axes: tuple[int, ...], mapped: tuple[str, ...], kept: tuple[str, ...]) -> BatchStats:
     def over(array, local, collective):
         array = local(array, axes) if axes else array
-        return collective(array, mapped) if mapped else array
+        return collective("pool_stats", array, mapped) if mapped else array
 
     largest = lambda array: over(array, jnp.max, _mapped.pmax)  # noqa: E731
     total = lambda array: over(array, jnp.sum, _mapped.psum)  # noqa: E731
@@ -365,5 +365,5 @@ def _pooled(state: BatchStats, axes: tuple[int, ...], mapped: tuple[str, ...], k
     var = total(w * (state.var + square)) / n
     count = state.count if state.count.ndim == 0 else jnp.max(state.count)
     if mapped:
-        count = _mapped.pmax(count, mapped)
+        count = _mapped.pmax("pool_stats", count, mapped)
     return BatchStats(mean, var, count, weight, kept)
