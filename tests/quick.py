@@ -1,0 +1,33 @@
+"""`quick_jit`: `jax.jit` for programs that run once or twice on small arrays.
+
+To compile such a program well takes longer than to run it badly. For tests whose numbers do not depend on the
+optimiser: float64, or which values reach which. What the optimiser makes of the norms is for those that use `jax.jit`.
+"""
+
+import functools
+
+import jax
+
+
+def _known(options: dict) -> bool:
+    """Whether XLA has these options: they come and go with its versions."""
+    try:
+        jax.jit(lambda: 0, compiler_options=options)()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+_LEVEL = {"xla_backend_optimization_level": 0}
+# Before jax 0.12 there is an older way to emit code, which takes half as long.
+_OLDER = {**_LEVEL, "xla_cpu_use_fusion_emitters": False}
+
+
+@functools.cache
+def _options() -> dict:
+    return _OLDER if _known(_OLDER) else _LEVEL
+
+
+def quick_jit(function):
+    """The function compiled with as little effort as XLA allows."""
+    return jax.jit(function, compiler_options=_options())
