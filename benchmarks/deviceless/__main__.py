@@ -1,0 +1,96 @@
+"""``python -m benchmarks.deviceless`` compiles every program for every target and prints what each does."""
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.deviceless import programs
+from benchmarks.deviceless.apart import TIMEOUT, CompileFailed, measure_apart
+from benchmarks.deviceless.targets import TARGETS
+
+COLUMNS = (
+    "program",
+    "part",
+    "by",
+    "moved MB",
+    "× ideal",
+    "kernels",
+    "temporaries MB",
+    "saved MB",
+    "collectives, bytes",
+)
+
+
+def cases() -> Iterator[tuple[str, str, str, Callable, tuple]]:
+    """(program, part, implementation, function that builds it, its arguments)."""
+    for implementation in programs.IMPLEMENTATIONS:
+        for name in programs.NORMS:
+            for part in programs.PASSES:
+                yield name, part, implementation, programs.norm, (name, part, implementation)
+        for part in programs.SYNCHRONISED:
+            yield "batch norm, 8 chips", part, implementation, programs.synchronised, (part, implementation)
+        yield "transformer", "training step", implementation, programs.transformer_step, (implementation,)
+
+
+def measured(target: str, case, timeout: float) -> dict[str, Any]:
+    """One row: what was compiled, and the counts or the error."""
+    name, part, implementation, build, arguments = case
+    row = {"target": target, "program": name, "part": part, "by": implementation}
+    try:
+        row.update(measure_apart(target, build, *arguments, timeout=timeout))
+    except CompileFailed as failure:
+        return row | {"error": str(failure)}
+    if name in programs.NORMS:
+        row["ideal"] = programs.ideal_bytes(name, part)
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    cells = [row["program"], row["part"], row["by"]]
+    if "error" in row:
+        return "| " + " | ".join([*cells, "failed: " + row["error"].splitlines()[0]]) + " |"
+
+    def megabytes(key):
+        return "" if row.get(key) is None else f"{row[key] / 1e6:.1f}"
+
+    ratio = f"{row['moved'] / row['ideal']:.2f}" if "ideal" in row else ""
+    payloads = ", ".join(f"{name} {size}" for name, size in row["collectives"])
+    cells += [megabytes("moved"), ratio, str(row["kernels"]), megabytes("temporaries"), megabytes("saved"), payloads]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.deviceless", description=__doc__)
+    parser.add_argument("--target", choices=TARGETS, nargs="+", default=TARGETS)
+    parser.add_argument("--only", default="", help="programs whose name contains this")
+    parser.add_argument("--by", choices=programs.IMPLEMENTATIONS, nargs="+", default=programs.IMPLEMENTATIONS)
+    parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
+    parser.add_argument("--out", type=Path, help="a file to write JSON lines to as well")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for each compile")
+    parser.add_argument("--jobs", type=int, default=math.ceil((os.cpu_count() or 1) / 2))
+    options = parser.parse_args()
+    versions = {"jax": version("jax"), "libtpu": version("libtpu"), "cuda": version("jax-cuda13-pjrt")}
+    chosen = [case for case in cases() if options.only in case[0] and case[2] in options.by]
+    chosen.sort(key=lambda case: (case[0], case[1]))
+    rows = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for target in options.target:
+            if not options.json:
+                print(f"\n{target}, {versions}\n\n| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
+            for row in pool.map(lambda case, target=target: measured(target, case, options.timeout), chosen):
+                rows.append(row | versions)
+                print(json.dumps(rows[-1]) if options.json else line(row), flush=True)
+    if options.out is not None:
+        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return int(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
