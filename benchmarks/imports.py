@@ -1,0 +1,28 @@
+"""How long `import normjax` takes, in fresh processes that have just imported JAX."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+# In one process: a difference of two processes would carry the noise of JAX's own second.
+CODE = """
+import json, time
+start = time.perf_counter()
+import jax
+between = time.perf_counter()
+import normjax
+print(json.dumps({"jax_s": between - start, "normjax_s": time.perf_counter() - between}))
+"""
+
+
+def import_times(processes: int) -> Iterator[dict[str, Any]]:
+    """A record for each process, after one that leaves the byte code behind."""
+    for process in range(-1, processes):
+        ran = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, check=True)
+        if process >= 0:
+            yield {"kind": "import", "process": process, **json.loads(ran.stdout)}

@@ -1,0 +1,1 @@
+"""The other libraries' norms, a module each; imported only where the library is installed."""

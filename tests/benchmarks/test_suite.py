@@ -1,0 +1,297 @@
+"""The timing suite: what it selects, that it fails on a wrong answer, how it pairs times, what it renders."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import random
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import normjax as nj
+from benchmarks import contestants, problems, render, results, timing, worker
+from benchmarks.__main__ import chosen, main
+from benchmarks.cases import BOTH, CASES, FAMILIES, FORWARD, Case, select
+
+ROOT = Path(__file__).parents[2]
+SMALLEST = "^layer small batch 64x1024 f32 forward$"
+
+TINY = {
+    "layer": Case("layer", "tiny", (4, 8), "N C", "C"),
+    "batch, masked": Case("batch", "tiny", (4, 3, 8), "N T C", "N T", masked=True),
+    "ghost": Case("batch", "tiny", (32, 8), "N=(B n=16) C", "n", ghost=16),
+    "group, bfloat16": Case("group", "tiny", (2, 3, 3, 8), "N H W C=(G=4 K)", "H W K", "bfloat16", groups=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def _keep_compiled_programs(monkeypatch):
+    """The other tests of this process need theirs."""
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
+
+
+def test_every_row_has_a_name_of_its_own():
+    keys = [case.key for case in CASES]
+    assert len(set(keys)) == len(keys)
+
+
+def test_every_family_is_timed_forward_and_backward_in_both_dtypes():
+    covered = {(case.family, case.mode, case.dtype) for case in CASES}
+    assert covered == set(itertools.product(FAMILIES, (FORWARD, BOTH), ("float32", "bfloat16")))
+
+
+def test_the_size_of_a_group_is_the_number_of_entries_that_the_library_pools():
+    for case in {case.problem for case in CASES}:
+        x = jax.ShapeDtypeStruct(case.shape, case.dtype)
+        pool = functools.partial(nj.moments, layout=case.layout, axis_names=case.axis_names)
+        assert case.group_size * jax.eval_shape(pool, x).mean.size == np.prod(case.shape), case.key
+
+
+def test_filters_narrow_the_rows_together():
+    both = select(CASES, only="512x768", families=["rms"])
+    assert [case.key for case in both] == [f"rms transformer 512x768 f32 {mode}" for mode in (FORWARD, BOTH)]
+    quick = select(CASES, quick=True)
+    assert {case.family for case in quick} == set(FAMILIES)
+    assert len(quick) < len(select(CASES)) / 4
+    assert select(CASES, only="no such row") == []
+
+
+def test_a_selection_without_rows_is_refused(capsys):
+    with pytest.raises(SystemExit, match="no row matches"):
+        main(["list", "--only", "no such row"])
+
+
+def test_an_unknown_contestant_is_named():
+    with pytest.raises(SystemExit, match="no contestant flux"):
+        chosen("flux,linen")
+
+
+def test_a_contestant_that_is_not_installed_is_left_out_with_a_line(monkeypatch, capsys):
+    monkeypatch.setitem(contestants.PEERS, "torch", contestants.Peer("torch:prepare", "no_such_module"))
+    assert chosen("linen,torch") == ["normjax", "linen"]
+    assert "left out: torch (pip install -r benchmarks/requirements.txt)" in capsys.readouterr().err
+    assert (ROOT / "benchmarks/requirements.txt").is_file()
+
+
+@pytest.mark.parametrize("output", problems.OUTPUTS)
+def test_an_answer_is_right_only_if_each_output_is(output):
+    case = TINY["layer"]
+    answer = dict(problems.exact(case))
+    assert problems.is_right(case, problems.errors(case, answer))
+    size = np.max(np.abs(answer[output]))
+    for fault in (answer[output] + 1e-4 * size, np.where(answer[output] == answer[output].max(), np.nan, 0)):
+        assert not problems.is_right(case, problems.errors(case, answer | {output: fault}))
+
+
+INSTALLED = [name for name in contestants.NAMES if name not in contestants.missing()]
+
+
+@pytest.mark.parametrize("case", TINY.values(), ids=TINY.keys())
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_contestant_answers_right_or_says_that_it_has_no_such_norm(name, case):
+    ready = contestants.load([name])[name](case, problems.problem(case))
+    if ready is None:
+        assert name == "linen two-pass" or case.masked or case.ghost
+    else:
+        assert problems.is_right(case, ready.errors(ready.call()))
+
+
+def _off_by_a_percent(case):
+    right = contestants.build_normjax(case)
+    return lambda *arrays: (right(*arrays)[0] * 1.01, None)
+
+
+def _without_gradient(case):
+    right = contestants.build_normjax(case)
+    return lambda *arrays: (jax.lax.stop_gradient(right(*arrays)[0]), None)
+
+
+def _raises(case):
+    raise ValueError("planted")
+
+
+def _field(**planted):
+    field = {name: contestants.in_jax(build) for name, build in planted.items()}
+    return contestants.OWN | {"autodiff": contestants.OWN["normjax"]} | field
+
+
+def _in_this_process(field, case):
+    """A launcher that measures one case with other contestants."""
+
+    def launch(settings):
+        with open(settings["file"], "a") as file:
+            options = {key: settings[key] for key in ("process", "rounds", "memory")}
+            worker.run([case], field, lambda record: file.write(json.dumps(record) + "\n"), **options)
+
+    return launch
+
+
+def _status(tmp_path, field, case=TINY["layer"]):
+    arguments = ["--only", SMALLEST, "--processes", "1", "--rounds", "1", "--out", str(tmp_path)]
+    return main(arguments, launch=_in_this_process(field, case))
+
+
+@pytest.mark.parametrize(
+    ("build", "verdict"), [(_off_by_a_percent, "wrong"), (_without_gradient, "wrong"), (_raises, "failed")]
+)
+def test_a_wrong_answer_of_normjax_fails_the_suite_and_is_not_timed(build, verdict, tmp_path, capsys):
+    assert _status(tmp_path, _field(normjax=build)) == 1
+    printed = capsys.readouterr()
+    assert f"WRONG: {TINY['layer'].key}: normjax {verdict} in process 0" in printed.err
+    assert "| layer tiny 4x8 f32 | wrong |" in printed.out
+    assert not any("times_s" in line for line in results.read(tmp_path / "times.jsonl"))
+
+
+@pytest.mark.parametrize(("build", "cell"), [(_off_by_a_percent, ", wrong |"), (_raises, "| failed |")])
+def test_a_wrong_answer_of_a_peer_is_marked_and_the_suite_passes(build, cell, tmp_path, capsys):
+    assert _status(tmp_path, _field(linen=build)) == 0
+    assert cell in capsys.readouterr().out
+
+
+def test_every_contestant_has_one_turn_in_a_round_of_as_many_calls():
+    log = []
+    field = {name: functools.partial(log.append, name) for name in "abc"}
+    turns = timing.alternate(field, rounds=6, calls=3, rng=random.Random(0))
+    assert {name: len(of) for name, of in turns.items()} == dict.fromkeys("abc", 6)
+    rounds = [log[i : i + 12] for i in range(0, len(log), 12)]
+    orders = {tuple(dict.fromkeys(of_round)) for of_round in rounds}
+    assert all(of_round == [name for name in dict.fromkeys(of_round) for _ in range(4)] for of_round in rounds)
+    assert all(sorted(order) == list("abc") for order in orders)
+    assert len(orders) > 1
+
+
+def test_a_result_is_dropped_before_the_next_call():
+    class Result:
+        pass
+
+    born = []
+
+    def call():
+        assert all(result() is None for result in born)
+        result = Result()
+        born.append(weakref.ref(result))
+        return result
+
+    timing.alternate({"a": call, "b": call}, rounds=2, calls=3, rng=random.Random(0))
+    assert len(born) == 2 * 2 * 4
+
+
+@pytest.mark.parametrize(("memory", "least", "most"), [("warm", 0, 100), ("fresh", 2000, 9000)])
+def test_large_results_cost_no_page_faults_in_warm_memory_and_all_of_them_in_fresh(memory, least, most):
+    code = "from benchmarks.timing import turn; print(turn(lambda: b'x' * 2**24, 5)[1])"
+    environment = timing.environment(memory)
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True)
+    assert least <= float(ran.stdout) <= most
+
+
+def _line(contestant, process, times, case=TINY["layer"], **fields):
+    timed = {"times_s": times, "compile_s": 0.25, "faults": 0.0} if times else {}
+    return {
+        "kind": "time",
+        "case": case.key,
+        "mode": case.mode,
+        "contestant": contestant,
+        "process": process,
+        "verdict": "right",
+        "errors": {},
+        **timed,
+        "device": "cpu",
+        "processor": "abacus",
+        "cpus": 2,
+        "memory": "warm",
+        "python": "3.11",
+        "versions": {"jax": "0.10"},
+    } | fields
+
+
+LINES = [
+    _line("linen", 1, [1.0, 1.0, 1.0]),
+    _line("normjax", 0, [1e-3, 10e-3, 6e-3]),
+    _line("linen", 0, [2e-3, 5e-3, 1e-3]),
+    _line("normjax", 1, [0.5, 0.5, 0.5]),
+    _line("linen", 2, [1.0, 1.0, 1.0]),
+    _line("normjax", 2, [4.0, 4.0, 4.0]),
+    _line("torch", 0, [1e-3, 10e-3, 6e-3], verdict="wrong"),
+    _line("keras", 0, [], verdict="failed"),
+    {"kind": "import", "process": 0, "jax_s": 0.7, "normjax_s": 0.03},
+]
+
+
+def test_ratios_are_formed_within_rounds_then_within_processes():
+    (row,) = results.rows(LINES)
+    # Process 0: the median of 1/2, 10/5, 6/1 is 2, where the ratio of the medians is 3.
+    assert row.ratios["linen"] == results.Ratio(2.0, 0.5, 4.0, right=True)
+    assert row.ratios["torch"] == results.Ratio(1.0, 1.0, 1.0, right=False)
+    assert row.ratios["keras"] == "failed"
+    assert row.seconds["normjax"] == 0.5
+    assert row.compile_s["linen"] == 0.25
+
+
+def test_the_table_has_the_ratios_their_range_and_a_mark_for_what_is_wrong():
+    text = render.report(LINES)
+    assert "| layer tiny 4x8 f32 | 500 | 0.25 | 2.00 (0.50–4.00) | failed | 1.00, wrong |" in text
+    assert "| case | normjax, ms | compile, s | linen | keras | torch |" in text
+    assert "cpu: abacus, 2 CPUs, warm memory. Python 3.11, jax 0.10." in text
+    assert "adds 30 ms (30–30) to the 700 ms of `import jax`" in text
+
+
+def test_rows_come_in_the_order_of_the_suite():
+    lines = [_line("normjax", 0, [1.0], case=case) for case in reversed(CASES)]
+    assert [row.key for row in results.rows(lines)] == [case.key for case in CASES]
+
+
+def test_the_plot_shows_the_plotted_rows_alone(tmp_path):
+    shown = next(case for case in CASES if case.plot)
+    hidden = dataclasses.replace(shown, name="hidden")
+    path = tmp_path / "ratios.png"
+    for case, drawn in ((hidden, False), (shown, True)):
+        lines = [_line(name, 0, [1.0], case=case) for name in ("normjax", "linen", "copy")]
+        assert render.plot(lines, path) == drawn == path.exists()
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A folder that the command has filled, and what it printed."""
+    out = tmp_path_factory.mktemp("times")
+    command = [sys.executable, "-m", "benchmarks", "--only", SMALLEST, "--against", "copy", "--out", str(out)]
+    options = ["--processes", "1", "--rounds", "2"]
+    return out, subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_command_writes_a_line_for_each_contestant_with_device_and_versions(measured):
+    out, ran = measured
+    assert ran.returncode == 0, ran.stderr
+    lines = {line["contestant"]: line for line in results.read(out / "times.jsonl")}
+    assert set(lines) == {"normjax", "copy"}
+    line = lines["normjax"]
+    assert line["verdict"] == "right"
+    assert len(line["times_s"]) == 2
+    assert min(*line["times_s"], line["compile_s"]) > 0
+    assert line["cpus"] >= 1
+    assert line["device"] == "cpu"
+    assert line["versions"]["jax"] == jax.__version__
+    assert set(line["errors"]) == {"y"}
+
+
+def test_rendering_again_gives_the_same_table(measured, capsys):
+    out, ran = measured
+    before = (out / "table.md").read_text()
+    assert before in ran.stdout
+    assert main(["render", "--out", str(out)]) == 0
+    assert (out / "table.md").read_text() == before
+
+
+def test_the_help_names_the_commands_and_says_how_allocation_is_made_equal(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for words in ("--quick", "render --out DIR", "Equal allocation", "benchmarks/requirements.txt", "times.jsonl"):
+        assert words in text
