@@ -1,13 +1,10 @@
 """The gradient: three derivatives against the reference's backward, `jax.grad` of the plain formula and differences.
 
-In float64 the analytic rules agree with both to 1e-10 of the largest entry: they differ by the order of a few hundred
-additions, and by the reciprocal spread of the narrowest masked group, some 30, to the third power. Fourth-order
-differences with h = 1e-4 leave about 1e-10 of rounding and 1e-16·f⁽⁵⁾ of truncation: 1e-8. Every cotangent is random:
-the outputs of a group sum to a constant, so a cotangent of ones has no gradient to check.
+Fourth-order differences with h = 1e-4 leave about 1e-10 of rounding and 1e-16·f⁽⁵⁾ of truncation: 1e-8. Every cotangent
+is random: the outputs of a group sum to a constant, so a cotangent of ones has no gradient to check.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +15,9 @@ from jax.flatten_util import ravel_pytree
 import normjax as nj
 from normjax import reference
 from tests.contract import problems
+from tests.derivatives import DERIVATIVES, FAMILIES, dear, first, float64_inputs, library, near
+from tests.quick import quick_jit
 
-DERIVATIVES = ("vjp", "jvp", "autodiff")
-FAMILIES = tuple(problems.FUNCTIONS)
 KINDS = {
     "scale and bias": "channels last",
     "scale alone": "signal, scale alone",
@@ -32,42 +29,6 @@ KINDS = {
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_derivative = pytest.mark.parametrize("derivative", DERIVATIVES)
-
-
-def dear(every_run, **columns):
-    """A table of all combinations of which every run takes those of the rule, and `-m matrix` the others."""
-    cells = [
-        pytest.param(*cell, marks=() if every_run(*cell) else pytest.mark.matrix)
-        for cell in itertools.product(*columns.values())
-    ]
-    return pytest.mark.parametrize(tuple(columns), cells)
-
-
-analytic = pytest.mark.parametrize("derivative", ["vjp", "jvp"])
-
-# Programs that run once: to compile them well would take longer than they run. The contract table has optimised ones.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-def near(actual, expected, relative=1e-10):
-    """Equal within a share of the largest expected entry."""
-    size = float(np.max(np.abs(expected), initial=0.0)) or 1.0
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=relative * size)
-
-
-def float64_inputs(given, mask):
-    return problems.inputs(given, mask, jnp.float64, jnp.float64)
-
-
-def first(values):
-    """x, scale and bias; None where there is none."""
-    return tuple(None if draws is None else draws[0] for draws in (values.xs, values.scales, values.biases))
-
-
-def library(given, values, derivative, where):
-    """f(x, scale, bias) → y."""
-    norm = problems.library(given, derivative)
-    return lambda *primals: norm(*primals, problems.stats(given, values, jnp.float64), where)[0]
 
 
 @functools.cache
@@ -152,113 +113,6 @@ def _differences(family, mask):
     return values, where, quick_jit(program)
 
 
-def curved(norm, g, counted):
-    """A loss with derivatives of every order."""
-    return lambda *primals: jnp.sum(jnp.where(counted, g * jnp.sin(norm(*primals)), 0))
-
-
-@dear(lambda family, mask: mask != "none" or family == "batch", family=FAMILIES, mask=["none", "NaN left out"])
-def test_second_derivatives_equal_autodiff_of_the_plain_formula(family, mask, rng, x64):
-    given = problems.problem(family, "channels last")
-    values = float64_inputs(given, mask)
-    full = problems.full_mask(given, values)
-    counted = full | np.isfinite(values.xs[0])
-    primals = first(values)
-    weights = [rng.normal(size=np.shape(primal)) for primal in primals]
-    where = None if mask == "none" else full
-
-    def second(norm):
-        loss = curved(norm, values.g, counted)
-        return jax.grad(problems.projected_gradient(loss, weights, (0, 1, 2)), (0, 1, 2))
-
-    @quick_jit
-    def program(*primals):
-        plain = second(lambda *p: problems.plain(given, *p, values.mean, values.var, full))(*primals)
-        return plain, [second(library(given, values, derivative, where))(*primals) for derivative in ("vjp", "jvp")]
-
-    expected, found = program(*primals)
-    for slopes in found:
-        for slope, wanted in zip(slopes, expected, strict=True):
-            near(slope, wanted)
-
-
-@analytic
-@pytest.mark.parametrize(("family", "mask"), [("batch", "none"), ("layer", "full"), ("rms", "none")])
-def test_third_derivatives_equal_autodiff_of_the_plain_formula(family, mask, derivative, rng, x64):
-    given = problems.problem(family, "no parameters")
-    values = float64_inputs(given, mask)
-    full = problems.full_mask(given, values)
-    weights = rng.normal(size=(2, *given.shape))
-    where = None if mask == "none" else full
-
-    def third(norm):
-        loss = curved(lambda x: norm(x, None, None), values.g, True)
-        for weight in weights:
-            loss = problems.projected_gradient(loss, [weight], (0,))
-        return jax.grad(loss)
-
-    @quick_jit
-    def program(x):
-        plain = third(lambda *p: problems.plain(given, *p, values.mean, values.var, full))(x)
-        return plain, third(library(given, values, derivative, where))(x)
-
-    expected, found = program(values.xs[0])
-    near(found, expected)
-
-
-# --- forward mode
-
-
-@dear(lambda family, mask: mask != "none" or family == "batch", family=FAMILIES, mask=["none", "NaN left out"])
-def test_with_jvp_the_forward_mode_is_that_of_the_plain_formula(family, mask, rng, x64):
-    given = problems.problem(family, "channels last")
-    values = float64_inputs(given, mask)
-    full = problems.full_mask(given, values)
-    primals = first(values)
-    tangents = tuple(rng.normal(size=np.shape(primal)) for primal in primals)
-    lost = ~full & ~np.isfinite(primals[0])
-    norm = library(given, values, "jvp", None if mask == "none" else full)
-
-    @quick_jit
-    def program(primals, tangents):
-        plain = lambda *p: problems.plain(given, *p, values.mean, values.var, full)  # noqa: E731
-        _, expected = jax.jvp(plain, primals, tangents)
-        _, tangent = jax.jvp(norm, primals, tangents)
-        _, linear = jax.linearize(norm, *primals)
-        return expected, tangent, linear(*tangents)
-
-    expected, *found = program(primals, tangents)
-    for tangent in found:
-        # The plain formula replaces a lost entry by 0; what the library says of that entry's own output is its affair.
-        near(np.where(lost, 0, tangent), np.where(lost, 0, expected))
-
-
-@pytest.mark.parametrize("family", ["batch", "layer", "rms"])
-def test_with_jvp_jacobians_and_hessians_are_the_same_both_ways_round(family, x64):
-    given = problems.problem(family, "no parameters")
-    values = float64_inputs(given, "full")
-    where = values.where[:2, :2]
-    options = {"layout": given.layout, "axis_names": given.axis_names, "where": where, "eps": problems.EPS}
-    small = problems.dataclasses.replace(given, shape=where.shape, wide=where.shape)
-
-    def norm(x):
-        return problems.FUNCTIONS[family](x, train=True, derivative="jvp", **options)[0]
-
-    def plain(x):
-        return problems.plain(small, x, None, None, None, None, where)
-
-    @quick_jit
-    def program(x):
-        loss, plain_loss = (curved(f, values.g[:2, :2], True) for f in (norm, plain))
-        hessians = [jax.jacfwd(jax.jacrev(loss))(x), jax.jacrev(jax.jacfwd(loss))(x), jax.hessian(loss)(x)]
-        return jax.jacrev(plain)(x), jax.jacfwd(norm)(x), jax.jacrev(jax.jacrev(plain_loss))(x), hessians
-
-    jacobian, found, hessian, hessians = program(values.xs[0][:2, :2])
-    near(found, jacobian)
-    for each in hessians:
-        near(each, hessian)
-
-
 # --- through moments, state and eps
 
 
@@ -278,7 +132,7 @@ def test_gradients_flow_through_the_moments_that_normalize_returns(center, deriv
         var = jnp.mean((x - mean) ** 2, 0, where=where)
         return jnp.sum(g * (x - mean) / jnp.sqrt(var + 1e-5)) + jnp.sum(a * mean + b * var**2)
 
-    near(quick_jit(jax.grad(loss))(x), jax.grad(plain)(x))
+    near(*quick_jit(lambda x: (jax.grad(loss)(x), jax.grad(plain)(x)))(x))
 
 
 def test_gradients_flow_through_moments_and_their_merge(rng, x64):
@@ -292,7 +146,7 @@ def test_gradients_flow_through_moments_and_their_merge(rng, x64):
     def plain(x):
         return jnp.sum(a * jnp.mean(x, 0) + b * jnp.var(x, 0) ** 2)
 
-    near(quick_jit(jax.grad(loss))(x), jax.grad(plain)(x))
+    near(*quick_jit(lambda x: (jax.grad(loss)(x), jax.grad(plain)(x)))(x))
 
 
 @every_derivative
@@ -307,7 +161,8 @@ def test_gradients_flow_through_moments_given_to_normalize(derivative, rng, x64)
     def plain(mean, var, x):
         return jnp.sum(g * (x - mean) / jnp.sqrt(var + 1e-5))
 
-    for slope, wanted in zip(*(quick_jit(jax.grad(f, (0, 1, 2)))(mean, var, x) for f in (loss, plain)), strict=True):
+    both = quick_jit(lambda *primals: [jax.grad(f, (0, 1, 2))(*primals) for f in (loss, plain)])
+    for slope, wanted in zip(*both(mean, var, x), strict=True):
         near(slope, wanted)
 
 
@@ -360,22 +215,31 @@ def test_the_gradient_by_eps_is_that_of_the_plain_formula(family, derivative, x6
 # --- dtypes and state
 
 
+@functools.cache
+def _half_precision_cotangents(family):
+    """A program of x, scale, bias and a cotangent: their gradients by each derivative, which share most of it."""
+
+    def program(g, *primals):
+        def norm(derivative, x, scale, bias):
+            axes = {"layout": "N C", "axis_names": "N" if family == "batch" else "C"}
+            options = {"train": True, "derivative": derivative, **axes}
+            return problems.FUNCTIONS[family](x, nj.Affine(scale, bias, "C"), **options)[0]
+
+        return {name: jax.vjp(functools.partial(norm, name), *primals)[1](g) for name in DERIVATIVES}
+
+    return jax.jit(program)
+
+
 @every_derivative
 @pytest.mark.parametrize("x_dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("family", ["batch", "layer", "rms"])
 def test_each_gradient_has_its_primal_s_dtype_and_is_accumulated_in_float32(family, x_dtype, derivative, rng):
-    scale_dtype, bias_dtype = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
-    x, g = (jnp.asarray(rng.normal(1.0, 2.0, (300, 4)), x_dtype) for _ in range(2))
-    scale, bias = jnp.asarray(rng.normal(size=4), scale_dtype), jnp.asarray(rng.normal(size=4), bias_dtype)
-    axis_names = "N" if family == "batch" else "C"
-    center = family != "rms"
-
-    def norm(x, scale, bias):
-        axes = {"layout": "N C", "axis_names": axis_names, "train": True, "derivative": derivative}
-        return problems.FUNCTIONS[family](x, nj.Affine(scale, bias, "C"), **axes)[0]
-
-    slopes = jax.jit(lambda *primals: jax.vjp(norm, *primals)[1](g))(x, scale, bias)
+    x_dtype = jnp.dtype(x_dtype)
+    x, g = (rng.normal(1.0, 2.0, (300, 4)).astype(x_dtype) for _ in range(2))
+    scale, bias = rng.normal(size=4).astype(jnp.bfloat16), rng.normal(size=4).astype(np.float16)
+    slopes = _half_precision_cotangents(family)(g, x, scale, bias)[derivative]
     wide = [np.asarray(array, np.float64) for array in (x, g, scale, bias)]
+    axis_names, center = "N" if family == "batch" else "C", family != "rms"
     expected = reference.backward(*wide, names="C", layout="N C", axis_names=axis_names, center=center)
     eps32 = float(np.finfo(np.float32).eps)
     for slope, wanted, primal in zip(slopes, expected, (x, scale, bias), strict=True):
