@@ -9,3 +9,8 @@ def close(actual, expected, *, m: int = 1, k: int = 16, dtype=np.float32):
     size = max(1.0, float(np.max(np.abs(expected), initial=0.0)))
     bound = k * float(np.finfo(dtype).eps) * np.sqrt(m) * size
     np.testing.assert_allclose(np.asarray(actual), expected, rtol=0, atol=bound)
+
+
+def close64(actual, expected, *, m: int = 1, k: int = 32):
+    """The same for float64."""
+    close(actual, expected, m=m, k=k, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Running statistics: how Ema and Cumulative move them, what they store, and how replicas are pooled."""
+"""Running statistics: how Ema and Cumulative move them, and what they refuse."""
 
 import functools
 
@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import normjax as nj
 from normjax import reference
 from tests.closeness import close
+from tests.quick import quick_jit
 
 SPEC = {"layout": "N C", "axis_names": "N"}
 RULES = [
@@ -42,7 +41,7 @@ def test_a_rule_moves_the_statistics_as_the_reference_does(running, rule, rng):
         x, where = batch
         return nj.batch_norm(x, None, state, train=True, where=where, running=running, **SPEC)[1], state.weight
 
-    state, _ = jax.jit(lambda *batches: jax.lax.scan(step, nj.BatchStats.init(C=3), batches))(x, where)
+    state, _ = quick_jit(lambda *batches: jax.lax.scan(step, nj.BatchStats.init(C=3), batches))(x, where)
 
     right = np.zeros(3), np.ones(3), np.zeros(3)
     for part, mask in zip(x, where, strict=True):
@@ -96,7 +95,7 @@ def test_each_framework_s_number_means_what_it_means_there(running, translated, 
 def test_the_forward_divides_by_m_whatever_is_stored(running):
     x = np.array([[0.0], [0.0], [6.0]], np.float32)
     layer = functools.partial(nj.batch_norm, train=True, running=running, eps=0.0, **SPEC)
-    y, state = jax.jit(layer)(x, None, nj.BatchStats.init(C=1))
+    y, state = quick_jit(layer)(x, None, nj.BatchStats.init(C=1))
     close(y[:, 0], np.array([-2, -2, 4]) / np.sqrt(8))
     batch = 12.0 if running.unbiased else 8.0
     close(state.var, [1 + running.new_weight * (batch - 1)])
@@ -129,7 +128,7 @@ def test_a_running_variance_stays_between_the_batches_variances(debias, rng):
         _, state = nj.batch_norm(x, None, state, train=True, running=nj.Ema(0.4, debias=debias), **SPEC)
         return state, (state.var, nj.moments(x, **SPEC).var)
 
-    state, (stored, batches) = jax.jit(lambda x: jax.lax.scan(step, nj.BatchStats.init(C=3), x))(x)
+    state, (stored, batches) = quick_jit(lambda x: jax.lax.scan(step, nj.BatchStats.init(C=3), x))(x)
     batches = np.concatenate([batches, np.ones_like(batches[:1])][: 1 if debias else 2])
     assert np.all(stored >= batches.min(0))
     assert np.all(stored <= batches.max(0))
@@ -156,7 +155,7 @@ def test_unbiased_counts_the_entries_of_all_devices(rng):
         state = nj.BatchStats.init(C=1)
         return nj.batch_norm(x, None, state, train=True, where=where, running=nj.Ema.torch(1.0), **spec)[1]
 
-    state = jax.jit(jax.vmap(layer, axis_name="data", out_axes=None))(x, where)
+    state = quick_jit(jax.vmap(layer, axis_name="data", out_axes=None))(x, where)
     close(state.mean, [1.6])
     close(state.var, [12.8])  # 10.24 · 5/4
 
@@ -167,7 +166,7 @@ UNBIASED = {"train": True, "running": nj.Ema(0.5, unbiased=True), "layout": "N C
 def mapped(rows, groups=None):
     """The state after one batch of two mapped rows."""
     layer = functools.partial(nj.batch_norm, axis_index_groups=groups, **UNBIASED)
-    return jax.jit(jax.vmap(lambda x: layer(x, None, nj.BatchStats.init(C=1))[1], axis_name="data"))(rows)
+    return quick_jit(jax.vmap(lambda x: layer(x, None, nj.BatchStats.init(C=1))[1], axis_name="data"))(rows)
 
 
 def test_one_entry_on_each_of_two_devices_is_enough_for_an_unbiased_variance():
@@ -187,11 +186,11 @@ def test_one_entry_that_only_the_run_knows_of_skips_the_factor(where):
     x = np.array([[3.0], [np.inf]], np.float32)[: len(where)]
     state = nj.BatchStats.init(C=1)
     layer = functools.partial(nj.batch_norm, train=True, running=nj.Ema.torch(0.5), **SPEC)
-    _, new = jax.jit(layer)(x, None, state, where=np.array(where))
+    _, new = quick_jit(layer)(x, None, state, where=np.array(where))
     np.testing.assert_array_equal(new.mean, [1.5])
     np.testing.assert_array_equal(new.var, [0.5])
     step = lambda x, where: nj.update(state, nj.moments(x, where=where, **SPEC), running=nj.Ema.torch(0.5))  # noqa: E731
-    new = jax.jit(step)(x, np.array(where))
+    new = quick_jit(step)(x, np.array(where))
     np.testing.assert_array_equal(new.var, [0.5])
 
 
@@ -200,7 +199,7 @@ def test_one_entry_is_no_error_where_nothing_is_stored():
     for mode in ({"train": False}, {"train": False, "use_batch_stats": True}):
         layer = functools.partial(nj.batch_norm, running=nj.Ema.torch(), **mode, **SPEC)
         assert jax.eval_shape(layer, x, None, state)[0].shape == (1, 3)
-    _, new = jax.jit(functools.partial(nj.batch_norm, train=True, running=nj.Ema.flax(0.5), **SPEC))(x, None, state)
+    _, new = quick_jit(functools.partial(nj.batch_norm, train=True, running=nj.Ema.flax(0.5), **SPEC))(x, None, state)
     np.testing.assert_array_equal(new.var, np.full(3, 0.5, np.float32))
 
 
@@ -215,7 +214,7 @@ def test_axes_that_the_state_lacks_are_averaged_by_count(names, unbiased, rng):
     moments = nj.Moments(*(np.asarray(array, np.float32) for array in (mean, var, m)), "G C")
     sizes = {"G": 3, "C": 2}
     state = nj.BatchStats.init(**{name: sizes[name] for name in names.split()})
-    new = jax.jit(functools.partial(nj.update, running=nj.Ema(0.25, unbiased)))(state, moments)
+    new = quick_jit(functools.partial(nj.update, running=nj.Ema(0.25, unbiased)))(state, moments)
 
     extra = tuple(i for i, name in enumerate("GC") if name not in names.split())
     start = [sizes[name] for name in "GC" if name in names.split()]
@@ -233,133 +232,9 @@ def test_the_state_may_run_along_unnamed_axes(rng):
     start = np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32)
     state = nj.BatchStats(*start, np.int32(0), np.zeros((2, 3), np.float32), "...")
     layer = functools.partial(nj.batch_norm, layout="N ...", axis_names="N", train=True, running=nj.Ema(1.0))
-    _, new = jax.jit(layer)(x, None, state)
+    _, new = quick_jit(layer)(x, None, state)
     close(new.mean, x.astype(np.float64).mean(0), m=5)
     close(new.var, x.astype(np.float64).var(0), m=5)
-
-
-# --- traced, stopped, stored
-
-
-@pytest.mark.case(58)
-@pytest.mark.parametrize("debias", [False, True])
-def test_the_new_weight_may_be_traced(debias, rng):
-    x = rng.normal(2.0, 3.0, (8, 3)).astype(np.float32)
-    traces = []
-
-    @jax.jit
-    def step(new_weight):
-        traces.append(new_weight)
-        running = nj.Ema(new_weight, debias=debias)
-        return nj.batch_norm(x, None, nj.BatchStats.init(C=3), train=True, running=running, **SPEC)[1]
-
-    for new_weight in (0.1, 0.7):
-        rule = {"rule": "ema_debiased" if debias else "ema", "new_weight": new_weight}
-        right = reference.update(np.zeros(3), np.ones(3), np.zeros(3), *reference.moments(x, **SPEC), **rule)
-        state = step(new_weight)
-        for actual, expected in zip((state.mean, state.var, state.weight), right, strict=True):
-            close(actual, expected, m=8)
-    assert len(traces) == 1
-
-
-def test_no_gradient_reaches_or_leaves_the_new_state(rng):
-    x = rng.normal(size=(8, 3)).astype(np.float32)
-
-    def loss(x, mean, var, new_weight):
-        state = nj.BatchStats(mean, var, jnp.int32(0), jnp.zeros(3), "C")
-        _, new = nj.batch_norm(x, None, state, train=True, running=nj.Ema(new_weight), **SPEC)
-        return jnp.sum(new.mean * 3 + new.var**2)
-
-    gradients = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(x, jnp.ones(3), jnp.ones(3), 0.1)
-    for gradient in gradients:
-        np.testing.assert_array_equal(gradient, np.zeros_like(gradient))
-
-
-@pytest.mark.parametrize("derivative", ["vjp", "jvp", "autodiff"])
-def test_the_state_given_to_evaluation_is_an_ordinary_differentiable_input(derivative, rng, x64):
-    x, g = rng.normal(size=(2, 8, 3))
-    scale, mean, var = rng.normal(size=3), rng.normal(size=3), rng.uniform(0.5, 2, 3)
-
-    def loss(mean, var):
-        state = nj.BatchStats(mean, var, jnp.int32(0), jnp.zeros(3), "C")
-        params = nj.Affine(scale, None, "C")
-        return jnp.sum(g * nj.batch_norm(x, params, state, train=False, derivative=derivative, **SPEC)[0])
-
-    d_mean, d_var = jax.jit(jax.grad(loss, (0, 1)))(mean, var)
-    # y = γ (x − μ)/r: dy/dμ = −γ/r, dy/dv = −γ (x − μ)/(2 r³)
-    r = np.sqrt(var + 1e-5)
-    np.testing.assert_allclose(d_mean, -np.sum(g, 0) * scale / r, rtol=1e-10)
-    np.testing.assert_allclose(d_var, -np.sum(g * (x - mean), 0) * scale / (2 * r**3), rtol=1e-10)
-
-
-@pytest.mark.case(61)
-def test_checkpointing_updates_the_state_once(rng):
-    x = rng.normal(2.0, 3.0, (8, 3)).astype(np.float32)
-    g = rng.normal(size=(8, 3)).astype(np.float32)
-    start = nj.BatchStats.init(C=3)
-
-    def loss(x):
-        y, state = jax.checkpoint(lambda x: nj.batch_norm(x, None, start, train=True, **SPEC))(x)
-        return jnp.sum(g * y), state
-
-    (_, state), _ = jax.jit(jax.value_and_grad(loss, has_aux=True))(x)
-    mean, var, _ = reference.update(np.zeros(3), np.ones(3), np.zeros(3), *reference.moments(x, **SPEC), rule="ema")
-    close(state.mean, mean, m=8)
-    close(state.var, var, m=8)
-    assert state.count == 1
-
-
-@pytest.mark.case(24)
-def test_five_hundred_steps_of_bfloat16_input_do_not_stall():
-    x = jnp.full((4, 1), 2.0, jnp.bfloat16)
-    one = nj.BatchStats(jnp.ones(1), jnp.ones(1), jnp.int32(0), jnp.zeros(1), "C")
-    step = lambda state, _: (nj.batch_norm(x, None, state, train=True, running=nj.Ema.flax(0.99), **SPEC)[1], None)  # noqa: E731
-    state, _ = jax.jit(lambda state: jax.lax.scan(step, state, length=500))(one)
-    assert state.mean.dtype == jnp.float32
-    close(state.mean, [2 - 0.99**500], m=500)
-
-
-def dtypes(state):
-    return [str(leaf.dtype) for leaf in jax.tree.leaves(state)]
-
-
-@pytest.mark.case(20)
-@pytest.mark.parametrize("running", [nj.Ema(), nj.Ema(np.float64(0.1), True, True), nj.Cumulative("entries", True)])
-@pytest.mark.parametrize("given", ["bfloat16", "float16", "float32", "float64", "int32"])
-@pytest.mark.parametrize("stored", ["float32", "float64"])
-def test_with_float64_on_the_state_keeps_its_own_dtypes(stored, given, running, x64):
-    x = jax.ShapeDtypeStruct((4, 3), given)
-    step = functools.partial(nj.batch_norm, train=True, running=running, **SPEC)
-    _, new = jax.eval_shape(step, x, None, nj.BatchStats.init(C=3, dtype=stored))
-    assert dtypes(new) == [stored, stored, "int32", "float32"]
-
-
-def test_the_default_state_is_float32_with_float64_on(x64):
-    assert dtypes(nj.BatchStats.init(C=3)) == ["float32", "float32", "int32", "float32"]
-    assert dtypes(nj.Moments.init(C=3)) == ["float32"] * 3
-    assert dtypes(nj.Affine.init(C=3)) == ["float32"] * 2
-
-
-@pytest.mark.case(25)
-def test_a_float64_state_keeps_float64_precision(x64):
-    x = np.array([[1e8], [1e8 + 1]])
-    layer = jax.jit(functools.partial(nj.batch_norm, train=True, running=nj.Ema(1), **SPEC))
-    _, state = layer(x, None, nj.BatchStats.init(C=1, dtype=jnp.float64))
-    np.testing.assert_allclose(state.mean, [1e8 + 0.5], rtol=1e-15)
-    np.testing.assert_allclose(state.var, [0.25], rtol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, bool])
-def test_a_state_below_float32_is_refused(dtype):
-    name = jnp.dtype(dtype).name
-    words = "running statistics need float32 or more, since small steps are lost below"
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    refused = rf"dtype is {name}; {words}" if floating else rf"dtype='{name}' must be a floating-point or complex dtype"
-    with pytest.raises(TypeError, match=rf"^BatchStats\.init: {refused}"):
-        nj.BatchStats.init(C=3, dtype=dtype)
-    state = jax.tree.map(lambda leaf: leaf.astype(dtype), nj.BatchStats.init(C=3))
-    with pytest.raises(TypeError, match=rf"^update: state.mean is {name}; {words}.*BatchStats.init\(dtype=jnp.float32"):
-        nj.update(state, nj.Moments.init(C=3))
 
 
 # --- errors
@@ -437,123 +312,3 @@ def test_a_broken_rule_says_what_came_and_how_to_mend_it(call, error, words):
         call()
     for word in words:
         assert word in str(caught.value)
-
-
-# --- replicas
-
-
-def replicas(rng, number=4, features=3):
-    """States of replicas that saw different data, one of them nothing; count is one number for each."""
-    mean = rng.normal(2.0, 3.0, (number, features)).astype(np.float32)
-    var = rng.uniform(0.5, 2.0, (number, features)).astype(np.float32)
-    weight = rng.uniform(0.5, 1.0, (number, features)).astype(np.float32)
-    weight[1] = 0
-    return nj.BatchStats(mean, var, np.arange(number, dtype=np.int32), weight, "device C")
-
-
-def pooled(state):
-    """The mean of the means, and E[var] + Var[mean], in float64, each replica by its weight."""
-    mean, var, w = (np.asarray(leaf, np.float64) for leaf in (state.mean, state.var, state.weight))
-    n = w.sum(0)
-    center = (w * mean).sum(0) / n
-    return center, (w * (var + (mean - center) ** 2)).sum(0) / n
-
-
-def assert_pooled(got, state):
-    mean, var = pooled(state)
-    close(got.mean, mean, m=4)
-    close(got.var, var, m=4)
-    np.testing.assert_array_equal(got.weight, state.weight.max(0))
-    np.testing.assert_array_equal(got.count, np.int32(3))
-    assert got.names == ("C",)
-
-
-def test_replicas_along_an_axis_of_the_arrays_pool_to_one(rng):
-    state = replicas(rng)
-    assert_pooled(jax.jit(lambda state: nj.pool_stats(state, "device"))(state), state)
-
-
-def local(state):
-    """One replica's own state, from a block that keeps the leading axis."""
-    return nj.BatchStats(*(jnp.reshape(leaf, leaf.shape[1:]) for leaf in jax.tree.leaves(state)), "C")
-
-
-def one_each(state):
-    """The stacked state with the names of one replica, for a transform to take apart."""
-    return nj.BatchStats(*jax.tree.leaves(state), "C")
-
-
-@pytest.mark.parametrize("names", ["data", ("data",)])
-def test_replicas_along_a_vmap_axis_pool_to_one_that_is_not_mapped(names, rng):
-    state = replicas(rng)
-    pool = jax.vmap(lambda state: nj.pool_stats(state, names), axis_name="data", out_axes=None)
-    assert_pooled(jax.jit(pool)(one_each(state)), state)
-
-
-def test_replicas_of_pmap_pool_to_the_same_on_every_device(rng):
-    state = replicas(rng)
-    got = jax.pmap(lambda state: nj.pool_stats(state, "data"), axis_name="data", devices=jax.devices()[:4])(
-        one_each(state)
-    )
-    for device in range(4):
-        assert_pooled(jax.tree.map(lambda leaf, device=device: leaf[device], got), state)
-
-
-@pytest.mark.case(47)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_replicas_of_shard_map_pool_to_one_that_counts_as_replicated(check_vma, rng):
-    state = replicas(rng)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    pool = jax.shard_map(
-        lambda state: nj.pool_stats(local(state), "data"),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    assert_pooled(jax.jit(pool)(one_each(state)), state)
-
-
-def test_replicas_along_an_array_axis_and_a_mapped_axis_pool_at_once(rng):
-    state = replicas(rng)
-    halves = jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), state)
-    pool = jax.vmap(lambda state: nj.pool_stats(state, "device data"), axis_name="data", out_axes=None)
-    assert_pooled(jax.jit(pool)(halves), state)
-
-
-def test_replicas_that_all_saw_nothing_pool_to_a_fresh_state():
-    state = nj.BatchStats(*jax.tree.leaves(STACKED), "device C")
-    got = jax.jit(lambda state: nj.pool_stats(state, "device"))(state)
-    for leaf, fresh in zip(jax.tree.leaves(got), jax.tree.leaves(STATE), strict=True):
-        np.testing.assert_array_equal(leaf, fresh)
-        assert leaf.dtype == fresh.dtype
-
-
-def test_equal_replicas_pool_to_themselves(rng):
-    mean, var = rng.normal(1e4, 1.0, 3).astype(np.float32), rng.uniform(1, 2, 3).astype(np.float32)
-    one = nj.BatchStats(mean, var, np.int32(2), np.ones(3, np.float32), "C")
-    four = nj.BatchStats(*(np.stack([leaf] * 4) for leaf in jax.tree.leaves(one)), "device C")
-    got = jax.jit(lambda state: nj.pool_stats(state, "device"))(four)
-    np.testing.assert_array_equal(got.mean, one.mean)
-    np.testing.assert_array_equal(got.var, one.var)
-
-
-def test_the_cure_that_the_error_offers_works(rng):
-    x = rng.normal(size=(4, 3)).astype(np.float32)
-    state = one_each(replicas(rng))
-    with pytest.raises(ValueError, match="pool them") as caught:
-        nj.batch_norm(x, None, state, train=False, **SPEC)
-    advice = str(caught.value).split("pool them: ")[1].removesuffix(".")
-    known = {"mean": state.mean, "var": state.var, "count": state.count, "weight": state.weight}
-    cured = eval(advice, {"pool_stats": nj.pool_stats, "BatchStats": nj.BatchStats, **known})
-    y, _ = nj.batch_norm(x, None, cured, train=False, **SPEC)
-    mean, var = pooled(state)
-    close(y, reference.normalize(x, mean=mean, var=var, stat_names="C", **SPEC), m=4)
-
-
-def test_nothing_flows_through_pooling(rng):
-    state = replicas(rng)
-    loss = lambda state: jnp.sum(nj.pool_stats(state, "device").var)  # noqa: E731
-    gradient = jax.jit(jax.grad(loss, allow_int=True))(jax.tree.map(jnp.asarray, state))
-    np.testing.assert_array_equal(gradient.mean, np.zeros((4, 3)))
-    np.testing.assert_array_equal(gradient.var, np.zeros((4, 3)))
