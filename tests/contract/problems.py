@@ -229,10 +229,10 @@ def affine(given: Problem, scale, bias) -> nj.Affine | None:
 
 def stats(given: Problem, values: Inputs, dtype=jnp.float32) -> nj.BatchStats:
     return nj.BatchStats(
-        jnp.asarray(values.mean, dtype),
-        jnp.asarray(values.var, dtype),
-        jnp.asarray(3, jnp.int32),
-        jnp.ones(given.stat_shape, jnp.float32),
+        jnp.asarray(np.asarray(values.mean, dtype)),
+        jnp.asarray(np.asarray(values.var, dtype)),
+        jnp.asarray(np.int32(3)),
+        jnp.asarray(np.ones(given.stat_shape, np.float32)),
         given.state,
     )
 

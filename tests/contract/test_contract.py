@@ -17,8 +17,14 @@ import pytest
 from tests.contract import problems
 from tests.contract.problems import Inputs, Problem
 from tests.contract.table import COLUMNS, Cell, cover, pairs_of, product, why_impossible
+from tests.quick import quick_jit
 
 CELLS = cover()
+
+
+def as_array(values, dtype):
+    """The numbers as a JAX array, converted by NumPy: there would be a program to compile for each shape."""
+    return jnp.asarray(np.asarray(values).astype(dtype))
 
 
 class Run:
@@ -35,19 +41,19 @@ class Run:
         self.norm = problems.library(self.given, cell.derivative)
 
     def x(self, draw: int = 0):
-        return jnp.asarray(self.values.xs[draw], self.x_dtype)
+        return as_array(self.values.xs[draw], self.x_dtype)
 
     def scale(self, draw: int = 0):
-        return None if self.values.scales is None else jnp.asarray(self.values.scales[draw], self.param_dtype)
+        return None if self.values.scales is None else as_array(self.values.scales[draw], self.param_dtype)
 
     def bias(self, draw: int = 0):
-        return None if self.values.biases is None else jnp.asarray(self.values.biases[draw], self.param_dtype)
+        return None if self.values.biases is None else as_array(self.values.biases[draw], self.param_dtype)
 
     def state(self):
         return problems.stats(self.given, self.values)
 
     def cotangent(self):
-        return jnp.asarray(self.values.g, self.y_dtype)
+        return as_array(self.values.g, self.y_dtype)
 
     def numbers(self, draw: int = 0, params: int = 0):
         """x, scale and bias in float64, for the reference."""
@@ -107,10 +113,11 @@ def jit(run: Run):
 
 def vmap(run: Run):
     def stacked(one):
-        return None if one(0) is None else jnp.stack([one(0), one(1)])
+        return None if one(0) is None else np.stack([np.asarray(one(0)), np.asarray(one(1))])
 
     norm = jax.jit(jax.vmap(run.norm, in_axes=(0, 0, 0, None, None)))
-    y, state = norm(stacked(run.x), stacked(run.scale), stacked(run.bias), run.state(), run.where)
+    results = norm(stacked(run.x), stacked(run.scale), stacked(run.bias), run.state(), run.where)
+    y, state = jax.tree.map(np.asarray, results)
     for lane in (0, 1):
         run.output_is_right(y[lane], draw=lane, params=lane)
         run.state_is_right(jax.tree.map(lambda leaf: leaf[lane], state), draws=(lane,))  # noqa: B023
@@ -125,7 +132,8 @@ def scan_carry(run: Run):
 
         return jax.lax.scan(step, state, xs)
 
-    state, ys = train(jnp.stack([run.x(i) for i in range(3)]), run.scale(), run.bias(), run.state())
+    xs = np.stack([np.asarray(run.x(i)) for i in range(3)])
+    state, ys = jax.tree.map(np.asarray, train(xs, run.scale(), run.bias(), run.state()))
     for i in range(3):
         run.output_is_right(ys[i], draw=i)
     run.state_is_right(state, draws=(0, 1, 2))
@@ -162,8 +170,7 @@ def _plain_second_derivative(given: Problem, argnums: tuple[int, ...]):
         loss = problems.derivative_loss(lambda *p: problems.plain(given, *p, mean, var, where), g, counted)
         return jax.grad(problems.projected_gradient(loss, weights, argnums), argnums)(*primals)
 
-    # Not worth optimising: it runs a few times on a hundred numbers.
-    return jax.jit(slopes, compiler_options={"xla_backend_optimization_level": 0})
+    return quick_jit(slopes)
 
 
 def grad_of_grad(run: Run):
@@ -171,9 +178,9 @@ def grad_of_grad(run: Run):
     rng = np.random.default_rng(0)
     weights = [rng.normal(size=np.shape(run.numbers()[i])) for i in argnums]
     counted = problems.full_mask(run.given, run.values) | np.isfinite(run.values.xs[0])
-    wide = [jnp.asarray(w, run.param_dtype) for w in weights]
+    wide = [as_array(w, run.param_dtype) for w in weights]
     norm = lambda *primals: run.norm(*primals, run.state(), run.where)[0]  # noqa: E731
-    loss = problems.derivative_loss(norm, jnp.asarray(run.values.g, run.param_dtype), counted)
+    loss = problems.derivative_loss(norm, as_array(run.values.g, run.param_dtype), counted)
     second = jax.jit(jax.grad(problems.projected_gradient(loss, wide, argnums), argnums))
     slopes = second(run.x(), run.scale(), run.bias())
     with jax.enable_x64(True):
