@@ -4,6 +4,7 @@ The rooms:
   _axes.py         layout and axis_names: the grammar, `Spec`, every axis error, `describe`
   _inputs.py       what may come in, and the words for anything else
   _derivatives.py  the two maps that a norm is made of, and the only backward
+  _sums.py         sums over groups, in blocks on the CPU
   _mapped.py       statistics across vmap, pmap and shard_map axes
   _moments.py      `Moments`: count, mean and variance of a group; `merge`
   _normalize.py    `Affine` and the core, `normalize`

@@ -4,10 +4,11 @@ Statistics.  x ↦ (K, e, v):  the group's mean is K + e, its variance v; K is a
 
     d = x − K,    e = mean(d),    v = mean(d²) − e²
 
-K is the mean of an eighth of the group (of all of it where a mask or a sharded axis forbids slicing), taken relative
-to one of the group's own entries, so constant groups give d = 0 exactly. It lies within 2.65 standard deviations of the
-mean whatever the data, so v loses at most three bits, and no rounded mean is ever formed: K + e stays a pair.
-Neither K + e nor v depends on K, hence K carries no gradient, at any order. With cotangents ē and v̄, over m entries:
+K is the mean of an eighth of the group (of all of it where the group is small, or a mask or a sharded axis forbids a
+part), taken relative to one of the group's own entries, so constant groups give d = 0 exactly. It lies within 2.65
+standard deviations of the mean whatever the data, so v loses at most three bits, and no rounded mean is ever formed:
+K + e stays a pair. Neither K + e nor v depends on K, hence K carries no gradient, at any order. With cotangents ē and
+v̄, over m entries:
 
     x̄ᵢ = (ē + 2 (xᵢ−μ) v̄) / m
 
@@ -34,6 +35,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+
+from normjax._sums import kept, sums
 
 STATS_NAME = "normjax_stats"
 
@@ -64,9 +67,13 @@ def _centred(wide, shift, offset):
     return d if offset is None else d - offset
 
 
+def _axes_to(shape, target) -> tuple[int, ...]:
+    return tuple(i for i, (size, whole) in enumerate(zip(shape, target, strict=True)) if size != whole)
+
+
 def _sum_to(array, shape):
     """Sums over the axes in which `shape` has size 1, keeping them."""
-    axes = tuple(i for i, (size, target) in enumerate(zip(array.shape, shape, strict=True)) if size != target)
+    axes = _axes_to(array.shape, shape)
     return jnp.sum(array, axes, keepdims=True) if axes else array
 
 
@@ -119,7 +126,13 @@ def _shift(pooling: Pooling, wide, where):
         anchor, longest = wide, max(pooling.axes, key=lambda axis: _known(wide.shape[axis]))
         for axis in pooling.axes:
             anchor = lax.slice_in_dim(anchor, 0, 1, axis=axis)
-        part = lax.slice_in_dim(wide, 0, -(-wide.shape[longest] // 8), axis=longest)
+        count = _group_count(pooling, wide, None)
+        if isinstance(count, int) and count < 128:
+            part = wide
+        elif longest == wide.ndim - 1:
+            part = lax.slice_in_dim(wide, 0, -(-wide.shape[longest] // 8), axis=longest)
+        else:  # every eighth entry: over an axis that jit shards, each device has its own
+            part = lax.slice_in_dim(wide, 0, None, 8, axis=longest)
         return anchor + jnp.mean(part - anchor, pooling.axes, keepdims=True)
     if jnp.iscomplexobj(wide):
         anchor = jnp.zeros([1 if i in pooling.axes else size for i, size in enumerate(wide.shape)], wide.dtype)
@@ -144,18 +157,31 @@ def _mean(pooling: Pooling, d, where):
     return total / jnp.maximum(count, 1).astype(total.dtype)
 
 
+def _powers(wide, shift):
+    d = wide - shift
+    return d, abs_square(d)
+
+
+def _first_two(pooling: Pooling, wide, shift, where):
+    """The means of d = x − K and of |d|²."""
+    if where is None and not jnp.iscomplexobj(wide):
+        count = _group_count(pooling, wide, None)
+        return tuple(total / count for total in sums(_powers, pooling.axes, wide, shift))
+    return tuple(_mean(pooling, power, where) for power in _powers(wide, shift))
+
+
 def _statistics(pooling: Pooling, x, wide, where) -> Statistics:
     del x
     if where is not None:
         wide = jnp.where(where, wide, 0)
     shift = offset = None
     if pooling.center:
-        shift = checkpoint_name(_shift(pooling, wide, where), STATS_NAME)
-        wide = wide - shift
-        offset = checkpoint_name(_mean(pooling, wide, where), STATS_NAME)
-    var = _mean(pooling, abs_square(wide), where)
-    if offset is not None:
-        var = at_least_zero(var - abs_square(offset))
+        shift = checkpoint_name(kept(_shift(pooling, wide, where), pooling.axes, wide), STATS_NAME)
+        offset, square = _first_two(pooling, wide, shift, where)
+        offset = checkpoint_name(kept(offset, pooling.axes, wide), STATS_NAME)
+        var = at_least_zero(square - abs_square(offset))
+    else:
+        var = _mean(pooling, abs_square(wide), where)
     count = None if where is None else _group_count(pooling, wide, where)
     return Statistics(shift, offset, checkpoint_name(var, STATS_NAME), count)
 
@@ -213,8 +239,8 @@ def _inverse_std(var, eps, count):
     zero = v == 0
     if count is not None:
         zero = zero | (count == 0)
-    r = jnp.where(zero, 0, lax.rsqrt(jnp.where(zero, 1, v)))
-    return jnp.where(jnp.isinf(v), jnp.nan, r)
+    # The root comes last, since XLA evaluates a root once for each group and a selection for each entry.
+    return lax.rsqrt(jnp.where(zero, jnp.inf, jnp.where(jnp.isinf(v), jnp.nan, v)))
 
 
 def _gamma(form: Form, scale, dtype):
@@ -250,6 +276,21 @@ def _affine_fwd(form: Form, x, wide, stats: Statistics, scale, bias, eps, where)
     return _affine(form, x, wide, stats, scale, bias, eps, where), (x, stats, scale, eps, where)
 
 
+def _fits(shape, target) -> bool:
+    """Whether sums of the target's shape can be summed further to the shape."""
+    return all(size in (1, whole) for size, whole in zip(shape, target, strict=True))
+
+
+def _with_x_hat(g, d, r, gamma=None):
+    u = g if gamma is None else g * gamma
+    return u, u * (d * r)
+
+
+def _sums_to(shape, g, d, r, *gamma):
+    """Σu and Σ(u x̂), with u = g or γ g, over the axes in which `shape` has size 1."""
+    return sums(_with_x_hat, _axes_to(g.shape, shape), g, d, r, *gamma)
+
+
 def _affine_bwd(form: Form, saved: Any, g):
     x, stats, scale, eps, where = saved
     d = _centred(x.astype(g.dtype), stats.shift, stats.offset)
@@ -257,22 +298,19 @@ def _affine_bwd(form: Form, saved: Any, g):
     if where is not None:
         lost = _lost(where, d, r)
         d, g = jnp.where(lost, 0, d), jnp.where(lost, 0, g)
-    x_hat = d * r
     gamma = _gamma(form, scale, g.dtype)
     u = g if gamma is None else g * gamma
-    group = r.shape
-    if scale is None or all(size in (1, target) for size, target in zip(scale.shape, group, strict=True)):
-        # γ is constant within a group: the group's sums serve γ̄ and β̄ as well, and XLA reads g half as often.
-        sum_g, sum_gx = _sum_to(g, group), _sum_to(g * x_hat, group)
+    if scale is None or _fits(scale.shape, r.shape):
+        # γ is constant within a group: the group's sums serve γ̄ and β̄ as well.
+        sum_g, sum_gx = _sums_to(r.shape, g, d, r)
         sum_u, sum_ux = (sum_g, sum_gx) if gamma is None else (sum_g * gamma, sum_gx * gamma)
-        d_scale = None if scale is None else _as(jax.typeof(scale), _sum_to(sum_gx, scale.shape))
     else:
-        sum_g, sum_u, sum_ux = g, _sum_to(u, group), _sum_to(u * x_hat, group)
-        d_scale = _as(jax.typeof(scale), _sum_to(g * x_hat, scale.shape))
+        sum_u, sum_ux = _sums_to(r.shape, g, d, r, gamma)
+        sum_g, sum_gx = _sums_to(scale.shape, g, d, r)
+    d_scale = None if scale is None else _as(jax.typeof(scale), _sum_to(sum_gx, scale.shape))
     d_bias = None
     if form.bias is not None:
-        coarse = all(size in (1, target) for size, target in zip(form.bias.shape, sum_g.shape, strict=True))
-        d_bias = _as(form.bias, _sum_to(sum_g if coarse else g, form.bias.shape))
+        d_bias = _as(form.bias, _sum_to(sum_g if _fits(form.bias.shape, sum_g.shape) else g, form.bias.shape))
     d_mean = None if stats.shift is None else _as(jax.typeof(stats.shift), -(r * sum_u))
     d_var = -0.5 * (r * (r * sum_ux))  # r² apart: r³ would overflow where r² does not
     d_stats = Statistics(d_mean, None if stats.offset is None else d_mean, _as(jax.typeof(stats.var), d_var), None)
