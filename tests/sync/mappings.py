@@ -14,6 +14,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.quick import quick_jit
+
 # What an argument or a result of a step is: data is cut along every name; parameters and state are the same for all
 # shards, though each member of an ensemble has its own; so is the gradient of parameters, once it is summed.
 DATA, PARAMETER, GRADIENT, STATE = "data", "parameter", "gradient", "state"
@@ -21,12 +23,6 @@ STEP = (DATA, DATA, DATA, PARAMETER, PARAMETER, PARAMETER, PARAMETER)  # x, g, w
 STEPPED = (DATA, DATA, GRADIENT, GRADIENT, STATE, STATE)  # y, dx, dscale, dbias, mean, var
 NORM = (DATA, DATA, PARAMETER, PARAMETER, PARAMETER, PARAMETER)  # x, where, scale, bias, mean, var
 NORMED = (DATA, STATE, STATE)  # y, mean, var
-
-
-# Compiled in a third of the time, to run a few times on some hundred numbers.
-quick_jit = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-)
 
 
 @functools.cache

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import normjax as nj
 from normjax import reference
-from tests.sync.mappings import DATA, MAPPINGS, make_mesh, quick_jit
+from tests.quick import quick_jit
+from tests.sync.mappings import DATA, MAPPINGS, make_mesh
 
 EPS = 1e-3
 # The function, the layout of a shard, what it pools, the names of its parameters, and x's shape on one device.

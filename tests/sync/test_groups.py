@@ -8,7 +8,8 @@ import pytest
 
 import normjax as nj
 from normjax import reference
-from tests.sync.mappings import DATA, GRADIENT, MAPPINGS, PARAMETER, ShardMap, quick_jit
+from tests.quick import quick_jit
+from tests.sync.mappings import DATA, GRADIENT, MAPPINGS, PARAMETER, ShardMap
 
 SPREAD = ("pmap", "shard_map", "unchecked shard_map", "vmap")
 GROUPS = {"equal": [[0, 3], [2, 1]], "unequal": [[2], [0, 1, 3]]}

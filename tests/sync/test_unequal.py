@@ -9,7 +9,8 @@ import pytest
 
 import normjax as nj
 from normjax import reference
-from tests.sync.mappings import DATA, GRADIENT, MAPPINGS, PARAMETER, STATE, quick_jit
+from tests.quick import quick_jit
+from tests.sync.mappings import DATA, GRADIENT, MAPPINGS, PARAMETER, STATE
 
 SPREAD = ("pmap", "shard_map", "unchecked shard_map", "vmap")
 RUNNING = {
