@@ -58,7 +58,9 @@ def prepare(case: Case, problem: Problem) -> Ready | None:
     back = functools.partial(torch.movedim, source=1, destination=case.channel_axis)
     if case.family in ("layer", "rms"):
         move = back = lambda tensor: tensor
-    inputs = [move(_tensor(problem.x)), _tensor(problem.scale)]
+    # RMS norm warns that it is not fused unless the dtypes agree; the others take float32 parameters as they are.
+    scale = problem.scale.astype(case.dtype) if case.family == "rms" else problem.scale
+    inputs = [move(_tensor(problem.x)), _tensor(scale)]
     if problem.bias is not None:
         inputs.append(_tensor(problem.bias))
     inputs = [tensor.requires_grad_() for tensor in inputs] if case.backward else inputs
