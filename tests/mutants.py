@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Whether the faults still apply is no question to ask where one has been applied.
 IGNORED = "--ignore=tests/test_mutants.py"
 PASSED, FAILED = 0, 1  # pytest's exit codes; every other one means that it could not run
-THEORY, CONTRACT, GRADIENT = ("tests/test_theory.py", "-k"), ("tests/contract", "-k"), ("tests/test_gradient.py", "-k")
+THEORY, PROPERTIES = ("tests/test_theory.py", "-k"), ("tests/test_theory_properties.py", "-k")
+CONTRACT, GRADIENT = ("tests/contract", "-k"), ("tests/test_gradient.py", "-k")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +49,9 @@ MUTANTS = (
     Mutant(
         "one-pass variance, E[x²] − E[x]²",
         "normjax/_derivatives.py",
-        "checkpoint_name(_shift(pooling, wide, where), STATS_NAME)",
+        "checkpoint_name(kept(_shift(pooling, wide, where), pooling.axes, wide), STATS_NAME)",
         "checkpoint_name(jnp.zeros_like(_shift(pooling, wide, where)), STATS_NAME)",
-        (*THEORY, "any_finite_input"),
+        (*PROPERTIES, "any_finite_input"),
     ),
     Mutant(
         "mean(u) dropped from the backward",
@@ -69,8 +70,8 @@ MUTANTS = (
     Mutant(
         "γ pulled out of the layer-norm backward",
         "normjax/_derivatives.py",
-        "sum_g, sum_u, sum_ux = g, _sum_to(u, group), _sum_to(u * x_hat, group)",
-        "sum_g, sum_u, sum_ux = g, _sum_to(g, group) * jnp.mean(gamma), _sum_to(g * x_hat, group) * jnp.mean(gamma)",
+        "sum_u, sum_ux = _sums_to(r.shape, g, d, r, gamma)",
+        "sum_u, sum_ux = (total * jnp.mean(gamma) for total in _sums_to(r.shape, g, d, r))",
         (*THEORY, "one_gamma"),
     ),
     Mutant(
@@ -87,7 +88,7 @@ MUTANTS = (
         "normjax/_derivatives.py",
         "jnp.sum(where, pooling.axes, dtype",
         "jnp.sum(jnp.ones_like(where), pooling.axes, dtype",
-        (*THEORY, "any_split"),
+        (*PROPERTIES, "any_split"),
     ),
     Mutant(
         "bfloat16 accumulation",
