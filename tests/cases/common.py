@@ -12,7 +12,10 @@ import pytest
 
 import normjax as nj
 from normjax import reference
+from tests.quick import quick_jit
 
+ROW = {"layout": "N D", "axis_names": "D"}
+COLUMN = {"layout": "N C", "axis_names": "N"}
 EPS32 = float(np.finfo(np.float32).eps)
 EPS64 = float(np.finfo(np.float64).eps)
 
@@ -113,9 +116,9 @@ each_batch_like = pytest.mark.parametrize("norm", BATCH_LIKE.values(), ids=BATCH
 each_derivative = pytest.mark.parametrize("derivative", ["vjp", "jvp", "autodiff"])
 
 
-def _vmapped(function):
+def _vmapped(function, jit=jax.jit):
     """The function on a stack of two, of which the first answer counts."""
-    mapped = jax.jit(jax.vmap(function))
+    mapped = jit(jax.vmap(function))
 
     def first(*args):
         stacked = jax.tree.map(lambda a: np.stack([np.asarray(a), np.flip(np.asarray(a))]), args)
@@ -125,6 +128,8 @@ def _vmapped(function):
 
 
 HOW = {"eager": lambda function: function, "jit": jax.jit, "vmap": _vmapped}
+# The same where the numbers do not depend on the optimiser.
+QUICK = {**HOW, "jit": quick_jit, "vmap": functools.partial(_vmapped, jit=quick_jit)}
 each_how = pytest.mark.parametrize("how", HOW)
 
 

@@ -1,7 +1,6 @@
-"""Cases of cancellation, overflow, constant input and zero variance."""
+"""Cases of cancellation, overflow, eps and rescaling, and of running variances."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from tests.cases.common import (
     EPS32,
     FAMILY,
     HOW,
-    Norm,
+    ROW,
     close,
     each_centred,
     each_derivative,
@@ -25,16 +24,13 @@ from tests.cases.common import (
     same,
 )
 
-ROW = {"layout": "N D", "axis_names": "D"}
-
-
 # --- 1: a large mean and a small spread
 
 
 @pytest.mark.case(1)
 @each_how
 def test_four_neighbours_of_40_000_are_normalised_to_float32_accuracy(how):
-    x = jnp.array([[40000.0, 40001, 40002, 40003]])
+    x = np.float32([[40000, 40001, 40002, 40003]])
     y = HOW[how](lambda x: nj.layer_norm(x, **ROW)[0])(x)
     assert error(y, [[-1.3416354, -0.4472118, 0.4472118, 1.3416354]]) < 1e-6
 
@@ -135,7 +131,7 @@ def check_numbers(make, axes, limit, how, rng):
     y, mean, var = normalised_and_running(**axes, how=how)(*((x,) if where is None else (x, where)))
     exact_mean, exact_var, _ = reference.moments(x, where=where, **axes)
     assert error(y, reference.normalize(x, where=where, **axes)) < limit
-    assert np.max(np.abs(var / exact_var - 1)) < limit
+    assert np.max(np.abs(np.asarray(var) / exact_var - 1)) < limit
     # A mean kept as one float32 is off by half its spacing, and by what the pair was off: some ulp of the deviation.
     allowed = EPS32 * np.abs(exact_mean) + limit * np.sqrt(exact_var)
     assert np.all(np.abs(np.asarray(mean, np.float64) - exact_mean) <= allowed)
@@ -177,63 +173,6 @@ def test_gradients_at_a_large_mean_are_those_of_float64(derivative, rng):
         close(a, e, m=x.size)
 
 
-# --- 4: constants
-
-
-CONSTANTS = [7.5e10, 1e6, 0.1, 1.5678, -3e-7]
-
-
-@pytest.mark.case(4)
-@pytest.mark.parametrize(
-    ("length", "how"), [(3, "jit"), (7, "eager"), (7, "jit"), (7, "vmap"), (8, "jit"), (1000, "jit")]
-)
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-def test_equal_values_have_variance_0_and_give_the_bias(length, masked, how):
-    x = jnp.repeat(jnp.asarray(CONSTANTS, jnp.float32)[:, None], length, 1)
-    where = jnp.arange(length)[None] % 3 != 1
-    params = nj.Affine(jnp.full(length, 2.0), jnp.linspace(-1, 1, length), "D")
-
-    def function(x):
-        y, moments = nj.normalize(x, params, where=where if masked else None, **ROW)
-        return y, moments.mean, moments.var
-
-    y, mean, var = HOW[how](function)(x)
-    same(var, np.zeros(len(CONSTANTS), np.float32))
-    same(mean, x[:, 0])
-    same(y, jnp.broadcast_to(params.bias, x.shape))
-
-
-def constant_groups(norm, constants, dtype):
-    """An x whose groups are constant: a bias along the kept axes spread over zeros."""
-    kept = jax.eval_shape(lambda x: nj.moments(x, **norm.axes), np.zeros(norm.shape, dtype)).names
-    return reference.normalize(np.zeros(norm.shape), None, constants, names=kept, **norm.axes).astype(dtype)
-
-
-@pytest.mark.case(4)
-@pytest.mark.parametrize(
-    ("dtype", "derivative"),
-    [(np.float32, "vjp"), (np.float32, "jvp"), (np.float32, "autodiff"), (jnp.bfloat16, "vjp"), (np.float16, "vjp")],
-)
-@each_centred
-def test_constant_groups_give_the_bias_and_no_gradient_of_scale(norm, dtype, derivative, rng):
-    _, g, scale, bias = norm.problem(rng, dtype)
-    x = constant_groups(norm, rng.choice([0.1, 1.5678, 3e4, -7.7], norm.groups), dtype)
-    y, _, d_scale, d_bias, _ = norm.vjp(x, g, scale, bias, derivative=derivative)
-    same(y, norm.exact(x, scale, bias).astype(dtype))
-    same(d_scale, np.zeros_like(scale))
-    rounded_once(d_bias, norm.exact_cotangents(x, g, scale, bias)[2], m=x.size)
-
-
-@pytest.mark.case(4)
-@pytest.mark.parametrize("shards", [3, 50], ids=["few shards", "many shards"])
-def test_constants_spread_over_a_mapped_axis_give_the_bias(shards):
-    x = jnp.broadcast_to(jnp.asarray(CONSTANTS, jnp.float32), (shards, 7, len(CONSTANTS)))
-    normalise = lambda x: nj.normalize(x, layout="N C", axis_names="N data")  # noqa: E731
-    y, moments = jax.jit(jax.vmap(normalise, axis_name="data"))(x)
-    same(y, jnp.zeros_like(x))
-    same(moments.var, jnp.zeros((shards, len(CONSTANTS))))
-
-
 # --- 6: squares that overflow
 
 
@@ -263,7 +202,7 @@ def test_squares_that_overflow_give_the_right_number_or_nan(norm, size, how):
 @pytest.mark.parametrize("family", [nj.layer_norm, nj.rms_norm])
 @each_how
 def test_alternating_rows_of_1e20_and_1e30_are_plus_and_minus_one_or_nan(family, how):
-    x = jnp.array([[1e30], [1e20]]) * jnp.array([1.0, -1, 1, -1])
+    x = np.float32([[1e30], [1e20]]) * np.float32([1, -1, 1, -1])
     right_or_nan(HOW[how](lambda x: family(x, **ROW)[0])(x), [[1, -1, 1, -1]] * 2)
 
 
@@ -276,8 +215,8 @@ def test_alternating_rows_of_1e20_and_1e30_are_plus_and_minus_one_or_nan(family,
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("center", [True, False], ids=["centred", "uncentred"])
 def test_sums_and_differences_that_overflow_give_the_right_number_or_nan(x, masked, center):
-    x = jnp.array([x])
-    where = jnp.array([[True, True, True, False]]) if masked else None
+    x = np.float32([x])
+    where = np.array([[True, True, True, False]]) if masked else None
     options = {**ROW, "center": center, "where": where}
     y, moments = nj.normalize(x, **options)
     right_or_nan(y, reference.normalize(x, **options))
@@ -287,7 +226,7 @@ def test_sums_and_differences_that_overflow_give_the_right_number_or_nan(x, mask
 @pytest.mark.case(6)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64])
 def test_other_dtypes_overflow_to_the_right_number_or_nan_too(dtype, x64):
-    x = jnp.array([[1, -1, 1, -1]], dtype) * jnp.asarray(1e200 if dtype == jnp.float64 else 1e30, dtype)
+    x = np.array([[1, -1, 1, -1]], dtype) * np.asarray(1e200 if dtype == jnp.float64 else 1e30, dtype)
     for family in (nj.layer_norm, nj.rms_norm):
         right_or_nan(family(x, **ROW)[0], [[1, -1, 1, -1]])
 
@@ -295,16 +234,17 @@ def test_other_dtypes_overflow_to_the_right_number_or_nan_too(dtype, x64):
 @pytest.mark.case(6)
 @each_how
 def test_evaluation_with_an_infinite_running_variance_is_nan_and_never_zero(how):
-    state = nj.BatchStats(jnp.zeros(3), jnp.array([jnp.inf, 4.0, 1.0]), jnp.array(1), jnp.ones(3), "C")
-    x = jnp.array([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]])
+    state = nj.BatchStats(np.zeros(3, np.float32), np.float32([np.inf, 4, 1]), np.int32(1), np.ones(3, np.float32), "C")
+    x = np.float32([[1, 2, 3], [2, 4, 6]])
     y = HOW[how](lambda x: nj.batch_norm(x, None, state, layout="N C", axis_names="N", train=False)[0])(x)
+    y = np.asarray(y)
     assert np.all(np.isnan(y[:, 0]))
     close(y[:, 1:], np.asarray(x)[:, 1:] / np.sqrt(np.array([4, 1]) + 1e-5))
 
 
 @pytest.mark.case(6)
 def test_the_running_variance_of_a_batch_that_overflowed_is_no_plausible_number():
-    x = jnp.array([[1e30], [-1e30]])
+    x = np.float32([[1e30], [-1e30]])
     _, state = nj.batch_norm(x, None, nj.BatchStats.init(C=1), layout="N C", axis_names="N", train=True)
     assert not np.isfinite(state.var[0])
 
@@ -351,7 +291,7 @@ def test_eps_of_the_order_of_the_variance_is_added_to_it_unscaled(norm, eps, rng
 @pytest.mark.parametrize("norm", [FAMILY[name] for name in ("batch", "layer", "rms")], ids=["batch", "layer", "rms"])
 def test_compiling_the_norm_with_what_feeds_it_changes_nothing(norm, rng):
     x, weight = rng.standard_normal((64, 256)), rng.standard_normal((256, 256)) / 16
-    x, weight = jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32)
+    x, weight = jnp.asarray(x.astype(np.float32)), jnp.asarray(weight.astype(np.float32))
     size = int(np.prod(norm.shape))
 
     def function(x, weight):
@@ -371,139 +311,6 @@ def test_compiled_values_and_gradients_equal_eager_ones_to_a_few_ulp(norm, how, 
     problem = norm.problem(rng, mean=20)
     for compiled, eager in zip(norm.vjp(*problem), norm.vjp(*problem, how=how), strict=True):
         close(compiled, np.asarray(eager, np.float64), m=problem[0].size, k=4)
-
-
-# --- 11: one entry in a group
-
-
-ONE_ENTRY = {
-    "layer": Norm(nj.layer_norm, (5, 1), "N D", "D", "D", (1,), (5,)),
-    "groups of one channel": Norm(nj.group_norm, (7, 27), "N C=(G=27 K)", "K", "C", (27,), (7, 27)),
-    "instance": Norm(nj.instance_norm, (2, 1, 1, 3), "N H W C", "H W", "C", (3,), (2, 3)),
-    "batch": Norm(nj.batch_norm, (1, 3), "N C", "N", "C", (3,), (3,)),
-    "ghost": Norm(nj.batch_norm, (4, 3), "N=(B n=1) C", "n", "C", (3,), (4, 3)),
-}
-
-
-@pytest.mark.case(11)
-@pytest.mark.parametrize(
-    ("name", "derivative", "how"),
-    [
-        *((name, "vjp", "jit") for name in ONE_ENTRY),
-        *(("layer", way, "jit") for way in ("jvp", "autodiff")),
-        ("layer", "vjp", "eager"),
-        ("batch", "vjp", "vmap"),
-        ("batch", "jvp", "jit"),
-    ],
-)
-def test_a_group_of_one_entry_gives_exactly_the_bias_and_no_gradient(name, how, derivative, rng):
-    norm = ONE_ENTRY[name]
-    x, g = np.asarray(rng.standard_normal((2, *norm.shape)) * 1e6, np.float32)
-    scale, bias = np.full(norm.sizes, 2, np.float32), np.full(norm.sizes, 3, np.float32)
-    y, dx, d_scale, _, _ = norm.vjp(x, g, scale, bias, how=how, derivative=derivative)
-    same(y, np.full_like(x, 3))
-    same(d_scale, np.zeros_like(scale))
-    same(dx, np.zeros_like(x))
-
-
-def first_of_each_group(norm):
-    """A mask with one entry of each group: the first."""
-    places = np.arange(math.prod(norm.shape)).reshape(norm.shape)
-    mask = np.zeros(norm.shape, bool)
-    # The group of an entry is told by the mean of a random table, which no two groups share.
-    table = np.random.default_rng(0).random(norm.shape)
-    mean, _, _ = reference.moments(table, **norm.axes)
-    kept = jax.eval_shape(lambda x: nj.moments(x, **norm.axes), table).names
-    group = reference.normalize(np.zeros(norm.shape), None, mean, names=kept, **norm.axes)
-    for value in np.unique(group):
-        mask.flat[places[group == value].min()] = True
-    return mask
-
-
-@pytest.mark.case(11)
-@each_derivative
-@each_centred
-def test_a_group_that_the_mask_leaves_one_entry_gives_it_the_bias(norm, derivative, rng):
-    x, g, scale, bias = norm.problem(rng, mean=1e6)
-    first = first_of_each_group(norm)
-    assert first.sum() == math.prod(norm.groups)
-    g = np.where(first, g, np.float32(0))
-    y, dx, d_scale, _, _ = norm.vjp(x, g, scale, bias, where=first, derivative=derivative)
-    same(np.asarray(y)[first], norm.exact(np.zeros(norm.shape), scale, bias).astype(np.float32)[first])
-    same(d_scale, np.zeros_like(scale))
-    # The entry's own u·r less the group's: two roundings, or one where the compiler fuses them.
-    assert np.max(np.abs(dx)) <= EPS32 * np.max(np.abs(scale)) * np.max(np.abs(g)) / np.sqrt(1e-5)
-
-
-# --- 12: gradients where the deviation is 0
-
-
-@pytest.mark.case(12)
-@each_derivative
-@each_how
-def test_the_gradient_of_a_constant_pair_is_finite_and_right(how, derivative):
-    x, g = jnp.ones((1, 2)), jnp.array([[1.0, 0.0]])
-    apply = lambda x: nj.layer_norm(x, derivative=derivative, **ROW)[0]  # noqa: E731
-    dx = HOW[how](lambda x, g: jax.vjp(apply, x)[1](g)[0])(x, g)
-    np.testing.assert_allclose(dx, 316.2278 * np.array([[0.5, -0.5]]), rtol=1e-6)
-
-
-@pytest.mark.case(12)
-@each_derivative
-@each_family
-def test_constant_groups_have_the_gradients_of_the_reference(norm, derivative, rng):
-    _, g, scale, bias = norm.problem(rng)
-    x = np.full(norm.shape, 0.7 if norm.center else 0, np.float32)
-    actual = norm.vjp(x, g, scale, bias, derivative=derivative)[1:4]
-    for a, e in zip(actual, norm.exact_cotangents(x, g, scale, bias), strict=True):
-        close(a, e, m=x.size)
-
-
-@pytest.mark.case(12)
-@each_derivative
-@each_family
-def test_with_eps_0_a_group_of_variance_0_gives_the_bias_and_zero_gradient(norm, derivative, rng):
-    _, g, scale, bias = norm.problem(rng)
-    x = np.full(norm.shape, 0.7 if norm.center else 0, np.float32)
-    y, dx, d_scale, d_bias, d_eps = norm.vjp(x, g, scale, bias, eps=0, derivative=derivative)
-    same(y, norm.exact(x, scale, bias, eps=0).astype(np.float32))
-    for cotangent in (dx, d_scale, d_eps):
-        same(cotangent, np.zeros(cotangent.shape, np.float32))
-    close(d_bias, norm.exact_cotangents(x, g, scale, bias, eps=0)[2], m=x.size)
-
-
-@pytest.mark.case(12)
-@pytest.mark.parametrize("derivative", ["vjp", "jvp"])
-@pytest.mark.parametrize("family", ["batch", "layer"])
-def test_with_eps_0_the_second_derivative_at_variance_0_is_zero_too(family, derivative, rng):
-    norm = FAMILY[family]
-    _, g, scale, bias = norm.problem(rng)
-    x = np.full(norm.shape, 0.7 if norm.center else 0, np.float32)
-    slope = jax.grad(lambda x: jnp.sum(norm(x, scale, bias, eps=0.0, derivative=derivative) * g))
-    same(jax.jit(jax.grad(lambda x: jnp.sum(slope(x) ** 2)))(x), np.zeros_like(x))
-
-
-@pytest.mark.case(12)
-@each_derivative
-def test_evaluation_with_a_running_variance_of_0_and_eps_0_gives_the_bias_and_zero_gradient(derivative):
-    params = nj.Affine(jnp.array([2.0, 2.0]), jnp.array([3.0, 3.0]), "C")
-    state = nj.BatchStats(jnp.zeros(2), jnp.array([0.0, 4.0]), jnp.array(1), jnp.ones(2), "C")
-
-    def apply(x):
-        options = {"layout": "N C", "axis_names": "N", "train": False, "eps": 0.0, "derivative": derivative}
-        return nj.batch_norm(x, params, state, **options)[0]
-
-    y, pullback = jax.vjp(apply, jnp.ones((2, 2)))
-    close(y, [[3, 4], [3, 4]])
-    close(pullback(jnp.array([[1.0, 2.0], [3.0, 4.0]]))[0], [[0, 2], [0, 4]])
-
-
-@pytest.mark.case(12)
-@pytest.mark.parametrize("eps", [-1e-5, -1, float("nan")])
-@each_family
-def test_a_negative_eps_is_refused(norm, eps):
-    with pytest.raises(ValueError, match=rf"{norm.fn.__name__}: eps={eps!r} must be at least 0"):
-        norm(jnp.ones(norm.shape), eps=eps)
 
 
 # --- 14: running variances
@@ -554,7 +361,7 @@ def test_over_1000_steps_the_running_statistics_stay_between_the_batches(running
 
 @pytest.mark.case(14)
 def test_the_same_batch_for_ever_leaves_the_running_variance_at_its_own():
-    x = jnp.asarray(np.linspace(1e4, 1e4 + 1, 100)[:, None], jnp.float32)
+    x = np.float32(np.linspace(1e4, 1e4 + 1, 100)[:, None])
     step = lambda state, _: (nj.batch_norm(x, None, state, layout="N C", axis_names="N", train=True)[1], None)  # noqa: E731
     state, _ = jax.jit(lambda state: jax.lax.scan(step, state, length=1000))(nj.BatchStats.init(C=1))
     _, var, _ = reference.moments(x, layout="N C", axis_names="N")

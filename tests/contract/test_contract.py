@@ -263,7 +263,7 @@ def test_the_cover_is_the_same_in_each_run():
 def test_no_stored_dtype_depends_on_x64(dtype, x64):
     with jax.enable_x64(x64):
         for family in ("batch", "batch_eval"):
-            run = Run(Cell(family, "channels last", "full", dtype, "vjp", "eager"))
-            _, state = run.norm(run.x(), run.scale(), run.bias(), run.state(), run.where)
+            run = Run(Cell(family, "channels last", "full", dtype, "vjp", "eval_shape"))
+            _, state = jax.eval_shape(run.norm, run.x(), run.scale(), run.bias(), run.state(), run.where)
             dtypes = [leaf.dtype.name for leaf in jax.tree.leaves(state)]
             assert dtypes == ["float32", "float32", "int32", "float32"]
