@@ -14,6 +14,7 @@ from benchmarks.deviceless.targets import AXIS, Program
 EPS = 1e-5
 IMPLEMENTATIONS = ("vjp", "jvp", "autodiff", "linen", "textbook")
 ROWS = (16384, 1024)
+MANY_ROWS = (131072, 1024)  # 268 MB: more than a chip's own memory holds
 IMAGES = (32, 56, 56, 256)  # the output of ResNet-50's first stage
 CHIPS = 8
 SHARDED_IMAGES = (CHIPS * 32, 14, 14, 256)  # that of its third, 32 images a chip
@@ -91,6 +92,7 @@ def _arguments(shape: tuple[int, ...], parameters: int) -> tuple:
 # Of each norm: f(implementation, x, *parameters) → y, and the shapes of its arguments but the first.
 NORMS: dict[str, tuple[Callable, tuple]] = {
     "layer norm": (layer, _arguments(ROWS, 2)),
+    "long layer norm": (layer, _arguments(MANY_ROWS, 2)),
     "rms norm": (rms, _arguments(ROWS, 1)),
     "batch norm": (batch_in_training, _arguments(IMAGES, 2)),
     "batch norm in evaluation": (batch_in_evaluation, _arguments(IMAGES, 2)),
