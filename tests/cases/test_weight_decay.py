@@ -30,7 +30,7 @@ NORM_PARAMETERS = {
     "kept as (1, 1, C)": nj.Affine(jnp.ones((1, 1, 4)), jnp.zeros((1, 1, 4)), "H W C"),
     "scalar": nj.Affine.init(),
     "scale alone": nj.Affine.init(C=4, bias=False),
-    "bias alone": nj.Affine.init(C=4, scale=False),
+    "bias alone": nj.Affine(None, np.full(4, 2, np.float32), "C"),  # a bias of 0 would not show a decay
     "zero-centred": nj.Affine.init(C=4, scale_init=1.5, zero_centered=True),
     "conditional": nj.Affine.init(N=2, C=4, scale_init=2.0),
 }
