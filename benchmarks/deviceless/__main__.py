@@ -55,7 +55,7 @@ def line(row: dict[str, Any]) -> str:
     """A row of the table."""
     cells = [row["program"], row["part"], row["by"]]
     if "error" in row:
-        return "| " + " | ".join([*cells, "failed: " + row["error"].splitlines()[0]]) + " |"
+        return "| " + " | ".join([*cells, "failed: " + row["error"].splitlines()[-1]]) + " |"
 
     def megabytes(key):
         return "" if row.get(key) is None else f"{row[key] / 1e6:.1f}"
