@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 
 ELLIPSIS = "..."
@@ -173,14 +174,33 @@ class Spec:
 
     def expand(self, x):
         """An array of x's shape, with every split axis spread over its factors."""
-        return x if self.expanded == self.shape else jnp.reshape(x, self.expanded)
+        return x if self.expanded == self.shape else self._reshape(x, self.expanded, "x")
 
     def expand_mask(self, where):
         """A mask (each size 1 or x's), with every split axis spread over its factors."""
         sizes = []
         for size, (_, start, stop) in zip(where.shape, self._per_array_axis(), strict=True):
             sizes += [1] * (stop - start) if size == 1 else self.expanded[start:stop]
-        return jnp.reshape(where, sizes)
+        return self._reshape(where, sizes, "where")
+
+    def _reshape(self, array, sizes, what: str):
+        try:
+            return jnp.reshape(array, sizes)
+        except Exception as error:
+            if type(error).__name__ != "ShardingTypeError":  # JAX does not export its type
+                raise
+            sharding = jax.typeof(array).sharding
+            axis, over = next(
+                (axis, over if isinstance(over, tuple) else (over,))
+                for (axis, start, stop), over in zip(self._per_array_axis(), sharding.spec, strict=True)
+                if stop - start > 1 and over is not None
+            )
+            number = math.prod(sharding.mesh.shape[name] for name in over)
+            raise ValueError(
+                f"{self.fn}: layout=\"{self.layout}\": JAX does not split '{axis}' where an Explicit mesh shards that "
+                f"axis of {what} over {quote(over)} ({number} devices). Make its first factor a multiple of {number}, "
+                "take an Auto mesh, or jax.sharding.reshard first."
+            ) from error
 
     def _per_array_axis(self):
         for axis, start, stop in self.ranges:

@@ -4,7 +4,7 @@ Statistics.  x ↦ (K, e, v):  the group's mean is K + e, its variance v; K is a
 
     d = x − K,    e = mean(d),    v = mean(d²) − e²
 
-K is the mean of an eighth of the group (of all of it where the group is small, or a mask or a sharded axis forbids a
+K is the mean of an eighth of the group (of all of it where that costs little, or a mask or a sharded axis forbids a
 part), taken relative to one of the group's own entries, so constant groups give d = 0 exactly. It lies within 2.65
 standard deviations of the mean whatever the data, so v loses at most three bits, and no rounded mean is ever formed:
 K + e stays a pair. Neither K + e nor v depends on K, hence K carries no gradient, at any order. With cotangents ē and
@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from normjax._sums import kept, sums
+from normjax._sums import is_large, kept, sums
 
 STATS_NAME = "normjax_stats"
 
@@ -127,7 +127,7 @@ def _shift(pooling: Pooling, wide, where):
         for axis in pooling.axes:
             anchor = lax.slice_in_dim(anchor, 0, 1, axis=axis)
         count = _group_count(pooling, wide, None)
-        if isinstance(count, int) and count < 128:
+        if isinstance(count, int) and (count < 128 or not is_large(wide.shape)):
             part = wide
         elif longest == wide.ndim - 1:
             part = lax.slice_in_dim(wide, 0, -(-wide.shape[longest] // 8), axis=longest)
@@ -176,9 +176,9 @@ def _statistics(pooling: Pooling, x, wide, where) -> Statistics:
         wide = jnp.where(where, wide, 0)
     shift = offset = None
     if pooling.center:
-        shift = checkpoint_name(kept(_shift(pooling, wide, where), pooling.axes, wide), STATS_NAME)
+        shift = checkpoint_name(kept(_shift(pooling, wide, where), wide), STATS_NAME)
         offset, square = _first_two(pooling, wide, shift, where)
-        offset = checkpoint_name(kept(offset, pooling.axes, wide), STATS_NAME)
+        offset = checkpoint_name(kept(offset, wide), STATS_NAME)
         var = at_least_zero(square - abs_square(offset))
     else:
         var = _mean(pooling, abs_square(wide), where)
@@ -240,7 +240,8 @@ def _inverse_std(var, eps, count):
     if count is not None:
         zero = zero | (count == 0)
     # The root comes last, since XLA evaluates a root once for each group and a selection for each entry.
-    return lax.rsqrt(jnp.where(zero, jnp.inf, jnp.where(jnp.isinf(v), jnp.nan, v)))
+    v = lax.select(v == jnp.inf, jnp.full_like(v, jnp.nan), v)
+    return lax.rsqrt(lax.select(zero, jnp.full_like(v, jnp.inf), v))
 
 
 def _gamma(form: Form, scale, dtype):
@@ -346,7 +347,8 @@ def _with_rules(plain, fwd, bwd, jvp) -> dict[str, Any]:
     vjp_form.defvjp(fwd, bwd)
     jvp_form = jax.custom_jvp(plain, nondiff_argnums=(0,))
     jvp_form.defjvp(jvp)
-    return {"vjp": vjp_form, "jvp": jvp_form, "autodiff": plain}
+    forms = {"vjp": vjp_form, "jvp": jvp_form, "autodiff": plain}
+    return {name: jax.jit(form, static_argnums=(0,), inline=True) for name, form in forms.items()}
 
 
 _STATISTICS = _with_rules(_statistics, _statistics_fwd, _statistics_bwd, _statistics_jvp)

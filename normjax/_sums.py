@@ -10,14 +10,16 @@ does nothing.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 BLOCKS = 16
-LARGE = 1 << 14  # entries; below, a call takes microseconds and a longer program does not pay
+FEW = 128  # entries that one plain loop adds up; more would lose digits
+TINY = 1 << 13  # entries below which XLA, too, sums in loops of its own, which one reduction spares
+LARGE = 1 << 16  # entries from which on speed counts; below, a call takes microseconds
 
 
 def sums(terms: Callable[..., tuple], axes: tuple[int, ...], *operands) -> tuple[jax.Array, ...]:
@@ -31,50 +33,66 @@ def sums(terms: Callable[..., tuple], axes: tuple[int, ...], *operands) -> tuple
     if not axes:
         return terms(*operands)
     shape = jnp.broadcast_shapes(*(operand.shape for operand in operands))
-    return _sums(terms, axes, _split(shape, axes), *operands)
+    cut = _cut(shape, axes)
+    return _plain(terms, axes, *operands) if cut is None else _sums(terms, axes, cut, *operands)
 
 
-def kept(array, axes: tuple[int, ...], user):
-    """The array, stored where otherwise every loop over `user` with sums over `axes` would compute it anew."""
-    return array if _split(user.shape, axes) is None else _kept(array)
+def kept(array, user):
+    """The array, stored where otherwise every loop over the entries of `user` would compute it anew."""
+    return _kept(array) if is_large(user.shape) else array
+
+
+def is_large(shape: Sequence[Any]) -> bool:
+    """Whether an array of this shape is so large that speed counts; no symbolic shape is."""
+    return all(isinstance(size, int) for size in shape) and math.prod(shape) >= LARGE
 
 
 def _plain(terms, axes, *operands):
     return tuple(jnp.sum(term, axes, keepdims=True) for term in terms(*operands))
 
 
-def _in_blocks(terms, axes, split, *operands):
-    axis, blocks, inner = split
+class Cut(NamedTuple):
+    """The axis that is cut into blocks, and whether they are interleaved."""
+
+    axis: int
+    blocks: int
+    inner: bool
+
+
+def _at_once(terms, axes, cut: Cut | tuple[()], *operands):
+    if not cut:
+        return tuple(jnp.expand_dims(part, axes) for part in _reduce(terms(*operands), axes))
 
     def fold(operand):
-        size = operand.shape[axis]
-        cut = (1, 1) if size == 1 else (size // blocks, blocks) if inner else (blocks, size // blocks)
-        return jnp.reshape(operand, operand.shape[:axis] + cut + operand.shape[axis + 1 :])
+        size = operand.shape[cut.axis]
+        rest = 1 if size == 1 else size // cut.blocks
+        pair = (rest, size // rest) if cut.inner else (size // rest, rest)
+        return jnp.reshape(operand, operand.shape[: cut.axis] + pair + operand.shape[cut.axis + 1 :])
 
-    folded = terms(*map(fold, operands))
-    zeros = tuple(jnp.zeros((), term.dtype) for term in folded)
-    parts = lax.reduce(folded, zeros, lambda *two: tuple(a + b for a, b in zip(*two, strict=True)), (axis + inner,))
+    parts = _reduce(terms(*map(fold, operands)), (cut.axis + cut.inner,))
     return tuple(jnp.sum(part, axes, keepdims=True) for part in parts)
 
 
+def _reduce(terms, axes):
+    zeros = tuple(jnp.zeros((), term.dtype) for term in terms)
+    return lax.reduce(terms, zeros, lambda *two: tuple(a + b for a, b in zip(*two, strict=True)), axes)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _sums(terms, axes, split, *operands):
-    if split is None:
-        return _plain(terms, axes, *operands)
-    return lax.platform_dependent(
-        *operands, cpu=partial(_in_blocks, terms, axes, split), default=partial(_plain, terms, axes)
-    )
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _sums(terms, axes, cut, *operands):
+    at_once, plain = partial(_at_once, terms, axes, cut), partial(_plain, terms, axes)
+    return lax.platform_dependent(*operands, cpu=at_once, default=plain)
 
 
 @_sums.defjvp
-def _sums_jvp(terms, axes, split, operands, tangents):
+def _sums_jvp(terms, axes, cut, operands, tangents):
     _, tangent = jax.jvp(partial(_plain, terms, axes), operands, tangents)
-    return _sums(terms, axes, split, *operands), tangent
+    return _sums(terms, axes, cut, *operands), tangent
 
 
 @jax.custom_jvp
-@jax.jit
+@partial(jax.jit, inline=True)
 def _kept(array):
     through_a_sum = lambda array: jnp.sum(jnp.stack([array, jnp.zeros_like(array)]), 0)  # noqa: E731
     return lax.platform_dependent(array, cpu=through_a_sum, default=lambda array: array)
@@ -85,15 +103,16 @@ def _kept_jvp(primals, tangents):
     return _kept(*primals), tangents[0]
 
 
-def _split(shape: Sequence[Any], axes: tuple[int, ...]) -> tuple[int, int, bool] | None:
-    """Which axis to cut into how many blocks, and whether they are interleaved; None where it would not pay.
+def _cut(shape: Sequence[Any], axes: tuple[int, ...]) -> Cut | tuple[()] | None:
+    """How to sum in one loop; () without cutting an axis, None where a plain sum is better.
 
     A vectorised loop runs along the innermost axis, so a cut leaves that at least 16 entries long. Blocks of any other
     axis are interleaved, which keeps neighbours together, and on an axis that jit shards what one device holds; the
     leading axis, which is sharded most often, is cut last.
     """
-    if not all(isinstance(size, int) for size in shape) or math.prod(shape) < LARGE:
-        return None
+    if not is_large(shape):
+        tiny = all(isinstance(size, int) for size in shape) and math.prod(shape) < TINY
+        return () if tiny and math.prod(shape[axis] for axis in axes) <= FEW else None
     last = len(shape) - 1
     cuts = [
         (blocks < 7, -axis, abs(blocks - BLOCKS), blocks)
@@ -104,4 +123,4 @@ def _split(shape: Sequence[Any], axes: tuple[int, ...]) -> tuple[int, int, bool]
     if not cuts:
         return None
     _, axis, _, blocks = min(cuts)
-    return -axis, blocks, -axis < last
+    return Cut(-axis, blocks, -axis < last)
