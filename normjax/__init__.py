@@ -1,7 +1,8 @@
 """Normalisation in which the caller names the axes that share a mean.
 
 The rooms:
-  _axes.py         layout and axis_names: the grammar, `Spec`, every axis error, `describe`
+  _grammar.py      layout and axis_names: the grammar
+  _axes.py         both resolved for a shape: `Spec`, every axis error, `describe`
   _inputs.py       what may come in, and the words for anything else
   _derivatives.py  the two maps that a norm is made of, and the only backward
   _sums.py         sums over groups, in blocks on the CPU

@@ -3,7 +3,8 @@
 import jax
 
 from normjax import _mapped
-from normjax._axes import Spec, quote, resolve
+from normjax._axes import Spec, resolve
+from normjax._grammar import quote
 from normjax._inputs import as_input, as_mask, check_derivative, static_bool
 from normjax._normalize import Affine, check_params, given_statistics, normalize_by, normalized
 from normjax._running import (

@@ -23,8 +23,9 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from normjax._axes import Spec, quote, unbound_error
+from normjax._axes import Spec, unbound_error
 from normjax._derivatives import STATS_NAME, Statistics, abs_square, at_least_zero
+from normjax._grammar import quote
 
 # Up to here one psum carries every device's statistics; beyond, its payload grows with the axis, and a pmax and a psum
 # of sums move less (a vmap over a whole batch is such an axis: its slots would take N² memory).

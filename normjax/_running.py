@@ -15,7 +15,8 @@ from jax import lax
 from jax.core import Tracer
 
 from normjax import _mapped
-from normjax._axes import Spec, parse_names, quote
+from normjax._axes import Spec
+from normjax._grammar import parse_names, quote
 from normjax._inputs import as_dtype, check_one_shape, check_sizes, is_real_scalar, static_bool, with_arrays
 from normjax._moments import Moments, checked_moments
 from normjax._pytree import pytree, settle, show
