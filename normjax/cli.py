@@ -129,24 +129,28 @@ def _run(source: str | None, out: Path | None, resume: Path | None, overrides: d
     if source is not None:
         configs.load(source, overrides)  # a wrong key is told before the seconds that the imports below take
 
-    from normjax.lab import plots, progress, runs, train
+    from normjax.lab import devices, plots, progress, runs, train
     from normjax.lab.data import load_digits
 
     with ExitStack() as stack:
         if resume is not None:
             config = runs.resumed_config(resume, source, overrides)
             path = resume
+            devices.make_cpu_devices(config.devices)  # before orbax starts JAX
             folder = stack.enter_context(runs.RunFolder.reopen(path, config))
         else:
             config = configs.load(str(source), overrides)
             path = out or runs.next_folder(str(source))
             runs.check_free(path)
+            devices.make_cpu_devices(config.devices)
             folder = None
         digits = load_digits(config)
         built = train.build(config, digits)
         stop = stack.enter_context(train.stop_on_interrupt())
         folder = folder or stack.enter_context(runs.RunFolder.create(path, config))
         print(f"run folder {path}", flush=True)
+        if config.devices > 1:
+            print(devices.describe(config), flush=True)
         shown = progress.make_progress(config.train.epochs)
         try:
             train.fit(config, digits, folder, shown, built, stop, resume=resume is not None)

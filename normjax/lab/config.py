@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -22,7 +23,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "none": {"layout": "N H W C", "axis_names": "", "bias": True},
 }
 DERIVATIVES = ("vjp", "jvp", "autodiff")
+DEVICE_AXIS = "data"  # the mapped axis over which a batch is split, as norm.axis_names calls it
 _MAX_SEED = 2**31 - 1
+_MAX_DEVICES = 4096
 
 
 def _key(default: Any, doc: str) -> Any:
@@ -50,7 +53,7 @@ class NormConfig:
 
     family: str = _key("batch", "one of " + ", ".join(FAMILIES) + "; given here alone, it brings its layout and axes")
     layout: str = _key("N H W C", "names of the four axes, in order; C=(G=8 K) splits the channels into 8 groups")
-    axis_names: str = _key("N H W", "the names whose entries share one mean")
+    axis_names: str = _key("N H W", f"the names whose entries share one mean; {DEVICE_AXIS}: over devices too")
     channel: str = _key("C", "the layout's name for the channel axis, along which scale and bias run")
     scale: bool = _key(True, "learn a scale")
     bias: bool = _key(True, "learn a bias")
@@ -64,6 +67,20 @@ class NormConfig:
     def keeps_statistics(self) -> bool:
         """Whether this family evaluates with running statistics."""
         return self.family == "batch"
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether means run over devices too."""
+        return DEVICE_AXIS in self.axis_names.split() and DEVICE_AXIS not in re.findall(r"\w+", self.layout)
+
+    @property
+    def pools_examples(self) -> tuple[bool, bool]:
+        """Whether means run over any examples, and over all: over the layout's first axis, which may be split."""
+        first = re.match(r"\s*([^\s(]*\([^)]*\)|\S*)", self.layout)
+        name, _, rest = (first[1] if first else "").rpartition("(")
+        pooled, parts = set(self.axis_names.split()), set(re.findall(r"[^\W\d]\w*|\.{3}", rest))
+        every = name.rstrip("=") in pooled or parts <= pooled
+        return every or not parts.isdisjoint(pooled), every
 
 
 @dataclass(frozen=True)
@@ -81,6 +98,7 @@ class Config:
     """One run, in full."""
 
     seed: int = _key(0, "of the initial parameters and of the order of the images")
+    devices: int = _key(1, "how many devices split each batch between them; a machine without accelerator makes them")
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     norm: NormConfig = field(default_factory=NormConfig)
@@ -252,6 +270,7 @@ def _check(config: Config, source: str) -> None:
     norm, train, features = config.norm, config.train, config.model.features
     rules = [
         ("seed", config.seed, 0 <= config.seed <= _MAX_SEED, f"between 0 and {_MAX_SEED}"),
+        ("devices", config.devices, 1 <= config.devices <= _MAX_DEVICES, f"between 1 and {_MAX_DEVICES}"),
         ("data.held_out", config.data.held_out, 0.01 <= config.data.held_out <= 0.9, "between 0.01 and 0.9"),
         (
             "model.features",
@@ -277,6 +296,28 @@ def _check(config: Config, source: str) -> None:
     for key, value, holds, allowed in rules:
         if not holds:
             raise UserError(f"{source}: {key} is {value!r}; it must be {allowed}")
+    _check_devices(config, source)
+
+
+def _check_devices(config: Config, source: str) -> None:
+    """The number of devices changes how fast a run is, not what it computes: the norm must see to that."""
+    norm, devices, size = config.norm, config.devices, config.train.batch_size
+    if size % devices:
+        raise UserError(
+            f"{source}: train.batch_size is {size}, which {devices} devices do not divide; "
+            f"make it a multiple, such as {-(-size // devices) * devices}"
+        )
+    some, every = norm.pools_examples
+    if norm.is_synchronised and not every:
+        raise UserError(
+            f"{source}: norm.axis_names {norm.axis_names!r} pools over devices ({DEVICE_AXIS}) but not over all "
+            f"examples of one; add the first name of norm.layout {norm.layout!r}, or leave {DEVICE_AXIS!r} out"
+        )
+    if devices > 1 and not norm.is_synchronised and (some or norm.keeps_statistics):
+        raise UserError(
+            f"{source}: devices is {devices}, but norm.axis_names {norm.axis_names!r} pools on each of them apart; "
+            f"add {DEVICE_AXIS!r}, as the preset digits-sync does"
+        )
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Files are written beside their place and moved there; the metrics are on disk be
 what a crash left of steps after the last checkpoint is cut off when the run goes on.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -51,7 +52,7 @@ def resume_command(folder: Path) -> str:
 
 
 def resumed_config(folder: Path, source: str | None, overrides: Mapping[str, str]) -> Config:
-    """The config of an existing run, which whatever else the command line gives must agree with."""
+    """The config of an existing run, which whatever else the command line gives must agree with, but for `devices`."""
     if not folder.is_dir():
         raise UserError(f"--resume {folder}: no such run folder; give the folder that --out named")
     if not (folder / CONFIG).is_file():
@@ -59,11 +60,12 @@ def resumed_config(folder: Path, source: str | None, overrides: Mapping[str, str
     stored = configs.load(str(folder / CONFIG))
     asked = configs.load(source or str(folder / CONFIG), overrides)
     _agree(folder, asked, stored, "the run", "leave that out, or start a new run without --resume")
-    return stored
+    return dataclasses.replace(stored, devices=asked.devices if "devices" in overrides else stored.devices)
 
 
 def _agree(folder: Path, asked: Config, stored: Config, whose: str, mend: str) -> None:
-    """Refuse to go on under another config."""
+    """Refuse to go on under another config; how many devices share the work is no part of what is computed."""
+    asked = dataclasses.replace(asked, devices=stored.devices)
     if found := configs.differences(asked, stored):
         shown = ", ".join(f"{key} is {here!r} here and {there!r} in {whose}" for key, here, there in found)
         raise UserError(f"--resume {folder}: the config differs: {shown}; {mend}")

@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 
 import normjax as nj
+from normjax.lab import devices
 from normjax.lab.config import Config
 from normjax.lab.data import Digits, Split, epoch_order, full_batches
 from normjax.lab.errors import UserError
@@ -64,7 +65,7 @@ def build(config: Config, digits: Digits) -> tuple[TrainState, Steps]:
     """
     first, steps = trace(config, digits)
     # One compilation instead of one for each operation.
-    return jax.jit(first)(), steps
+    return jax.jit(first, out_shardings=devices.on_all(devices.make_mesh(config)))(), steps
 
 
 def trace(config: Config, digits: Digits) -> tuple[Callable[[], TrainState], Steps]:
@@ -103,19 +104,21 @@ def trace(config: Config, digits: Digits) -> tuple[Callable[[], TrainState], Ste
 
 def _steps(config: Config, graph: Any, optimiser: optax.GradientTransformation) -> Steps:
     """The two compiled functions."""
+    mesh = devices.make_mesh(config)
+    same, split = devices.SAME, devices.SPLIT
 
     def loss_fn(params, stats, images, labels):
         model = nnx.merge(graph, params, stats)
         logits, before_norm = model(images, train=True)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
         metrics = {"loss": loss, "accuracy": jnp.mean(jnp.argmax(logits, -1) == labels)}
+        metrics = devices.mean_over(mesh, metrics)
         if config.norm.keeps_statistics:
             norm = model.blocks[-1].norm
             metrics["batch_mean"] = norm.batch_mean(before_norm)[0]
             metrics["running_mean"] = norm.stats.mean[0]
-        return loss, (nnx.state(model, RunningStat), metrics)
+        return metrics["loss"], (nnx.state(model, RunningStat), metrics)
 
-    @jax.jit
     def train(state, images, labels):
         grads, (stats, metrics) = jax.grad(loss_fn, has_aux=True)(state.params, state.stats, images, labels)
         updates, opt_state = optimiser.update(grads, state.opt_state, state.params)
@@ -124,10 +127,13 @@ def _steps(config: Config, graph: Any, optimiser: optax.GradientTransformation) 
 
     @partial(jax.jit, static_argnames="use_batch_stats")
     def evaluate(params, stats, images, labels, use_batch_stats):
-        logits, _ = nnx.merge(graph, params, stats)(images, train=False, use_batch_stats=use_batch_stats)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels), jnp.argmax(logits, -1) == labels
+        def on_one(params, stats, images, labels):
+            logits, _ = nnx.merge(graph, params, stats)(images, train=False, use_batch_stats=use_batch_stats)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels), jnp.argmax(logits, -1) == labels
 
-    return Steps(train, evaluate)
+        return devices.spread(mesh, on_one, (same, same, split, split), split)(params, stats, images, labels)
+
+    return Steps(jax.jit(devices.spread(mesh, train, (same, split, split), same)), evaluate)
 
 
 def evaluate(
@@ -201,6 +207,8 @@ def fit(
                 order = epoch_order(config.seed, epoch, len(digits.train.labels))
             batch = order[position * size : (position + 1) * size]
             state, metrics = steps.train(state, digits.train.images[batch], digits.train.labels[batch])
+            # On the CPU, JAX 0.10 aborts where steps with collectives pile up.
+            jax.block_until_ready(state)
             step += 1
             record = {"step": step, "epoch": epoch + 1} | {name: float(value) for name, value in metrics.items()}
             ends_epoch = step % per_epoch == 0

@@ -11,11 +11,12 @@ FAMILY_OF = {
     "digits-layer": "layer",
     "digits-instance": "instance",
     "digits-rms": "rms",
+    "digits-sync": "batch",
     "digits-none": "none",
 }
 
 
-def test_there_is_a_preset_for_batch_group_layer_instance_rms_and_no_norm():
+def test_there_is_a_preset_for_batch_synchronised_batch_group_layer_instance_rms_and_no_norm():
     assert {name: configs.load(name).norm.family for name in configs.presets()} == FAMILY_OF
 
 
@@ -36,6 +37,7 @@ def test_a_resolved_config_reads_back_as_the_same_config(name, tmp_path):
 
 OTHER_VALUES = {
     "seed": ("3", 3),
+    "devices": ("2", 2),
     "data.held_out": ("0.5", 0.5),
     "model.features": ("4,8", (4, 8)),
     "norm.family": ("rms", "rms"),
@@ -63,7 +65,8 @@ def test_the_table_of_other_values_names_every_key():
 @pytest.mark.parametrize("key", OTHER_VALUES)
 def test_every_key_can_be_overridden(key):
     text, value = OTHER_VALUES[key]
-    plain, changed = configs.load("digits"), configs.load("digits", {key: text})
+    preset = "digits-sync" if key == "devices" else "digits"
+    plain, changed = configs.load(preset), configs.load(preset, {key: text})
     assert (key, value) in [(name, here) for name, here, _ in configs.differences(changed, plain)]
 
 
@@ -125,7 +128,7 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path):
 
 
 BAD_OVERRIDES = {
-    ("norm.axes", "N"): "--norm.axes: unknown key; the keys are seed, data.held_out",
+    ("norm.axes", "N"): "--norm.axes: unknown key; the keys are seed, devices, data.held_out",
     ("seed", "1.5"): "--seed: expected a whole number, not '1.5'",
     ("seed", "-1"): "seed is -1; it must be between 0 and 2147483647",
     ("norm.eps", "tiny"): "--norm.eps: expected a number, not 'tiny'",
