@@ -55,7 +55,7 @@ def batch_norm(
 
     Returns:
       y of x's shape, and the new state (None stays None), under stop_gradient. Over mapped axes one collective in the
-      forward (two where they are larger than 32 together) and as many in the backward; none in evaluation.
+      forward (two where they are larger than 32 together) and one in the backward; none in evaluation.
 
     Raises:
       ValueError: axes, shapes, eps or derivative break their rule; evaluation without a state; a mapped name that is

@@ -6,11 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from normjax import _mapped
 from normjax._axes import Spec, resolve
-from normjax._derivatives import STATS_NAME, Pooling, Statistics, statistics
+from normjax._derivatives import Pooling, Statistics, statistics
 from normjax._inputs import (
     as_dtype,
     as_input,
@@ -73,10 +72,7 @@ def pooled_statistics(spec: Spec, x, wide, where, *, center: bool, axis_index_gr
     pooling = Pooling(spec.reduced, center, not _sharded(wide, spec.reduced))
     x, wide, where = _mapped.vary_alike((x, wide, where))
     stats = statistics(x, wide, where, pooling=pooling, derivative=derivative)
-    if not spec.mapped:
-        return stats
-    stats = _mapped.pool(spec, stats, spec.group_size, axis_index_groups)
-    return jax.tree.map(lambda array: checkpoint_name(array, STATS_NAME), stats)
+    return _mapped.pool(spec, stats, spec.group_size, axis_index_groups) if spec.mapped else stats
 
 
 def as_moments(spec: Spec, stats: Statistics, apart: tuple[str, ...] = ()) -> Moments:
