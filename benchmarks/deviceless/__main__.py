@@ -79,17 +79,17 @@ def main() -> int:
     versions = {"jax": version("jax"), "libtpu": version("libtpu"), "cuda": version("jax-cuda13-pjrt")}
     chosen = [case for case in cases() if options.only in case[0] and case[2] in options.by]
     chosen.sort(key=lambda case: (case[0], case[1]))
-    rows = []
-    with ThreadPoolExecutor(options.jobs) as pool:
+    failed = False
+    with ThreadPoolExecutor(options.jobs) as pool, open(options.out or os.devnull, "w") as out:
         for target in options.target:
             if not options.json:
                 print(f"\n{target}, {versions}\n\n| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
             for row in pool.map(lambda case, target=target: measured(target, case, options.timeout), chosen):
-                rows.append(row | versions)
-                print(json.dumps(rows[-1]) if options.json else line(row), flush=True)
-    if options.out is not None:
-        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return int(any("error" in row for row in rows))
+                failed |= "error" in row
+                record = json.dumps(row | versions)
+                print(record, file=out, flush=True)
+                print(record if options.json else line(row), flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":
