@@ -29,6 +29,7 @@ below 10⁻¹⁶ keeps no full precision in v, which only an eps of that order l
 while r² Σ(u x̂) does not underflow: up to |x| of 10¹⁵ for cotangents of 10⁻⁶. float64 has room for all of it.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -117,22 +118,25 @@ def _group_count(pooling: Pooling, wide, where):
     return jnp.sum(where, pooling.axes, dtype=jnp.int32, keepdims=True).astype(wide.real.dtype) * count
 
 
-def _shift(pooling: Pooling, wide, where):
-    """A constant near each group's mean: exactly the entries' value where a group is constant."""
-    wide = lax.stop_gradient(wide)
+def _shift(pooling: Pooling, x, wide, where):
+    """A constant near each group's mean: exactly the entries' value where a group is constant.
+
+    A part is taken of x and then widened: the other way round a TPU stores all of x, widened, to slice it.
+    """
+    x, wide = lax.stop_gradient((x, wide))
     if not pooling.axes and where is None:
         return wide
     if where is None and pooling.sliceable:
-        anchor, longest = wide, max(pooling.axes, key=lambda axis: _known(wide.shape[axis]))
+        part, longest = x, max(pooling.axes, key=lambda axis: _known(wide.shape[axis]))
+        count = _group_count(pooling, wide, None)
+        if not isinstance(count, int) or (count >= 128 and is_large(wide.shape)):
+            if longest == wide.ndim - 1:
+                part = lax.slice_in_dim(x, 0, -(-wide.shape[longest] // 8), axis=longest)
+            else:  # every eighth entry: over an axis that jit shards, each device has its own
+                part = lax.slice_in_dim(x, 0, None, 8, axis=longest)
+        part = anchor = part.astype(wide.dtype)
         for axis in pooling.axes:
             anchor = lax.slice_in_dim(anchor, 0, 1, axis=axis)
-        count = _group_count(pooling, wide, None)
-        if isinstance(count, int) and (count < 128 or not is_large(wide.shape)):
-            part = wide
-        elif longest == wide.ndim - 1:
-            part = lax.slice_in_dim(wide, 0, -(-wide.shape[longest] // 8), axis=longest)
-        else:  # every eighth entry: over an axis that jit shards, each device has its own
-            part = lax.slice_in_dim(wide, 0, None, 8, axis=longest)
         return anchor + jnp.mean(part - anchor, pooling.axes, keepdims=True)
     if jnp.iscomplexobj(wide):
         anchor = jnp.zeros([1 if i in pooling.axes else size for i, size in enumerate(wide.shape)], wide.dtype)
@@ -171,12 +175,11 @@ def _first_two(pooling: Pooling, wide, shift, where):
 
 
 def _statistics(pooling: Pooling, x, wide, where) -> Statistics:
-    del x
     if where is not None:
         wide = jnp.where(where, wide, 0)
     shift = offset = None
     if pooling.center:
-        shift = checkpoint_name(kept(_shift(pooling, wide, where), wide), STATS_NAME)
+        shift = checkpoint_name(kept(_shift(pooling, x, wide, where), wide), STATS_NAME)
         offset, square = _first_two(pooling, wide, shift, where)
         offset = checkpoint_name(kept(offset, wide), STATS_NAME)
         var = at_least_zero(square - abs_square(offset))
@@ -210,7 +213,7 @@ def _statistics_jvp(pooling: Pooling, primals, tangents):
     x, wide, where = primals
     out = _statistics(pooling, x, wide, where)
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, prevent_cse=False)  # a barrier would store g in the statistics' dtype
     def tangent(x, where, shift, offset, dx):
         wide = x.astype(dx.dtype)
         if where is not None:
@@ -282,32 +285,42 @@ def _fits(shape, target) -> bool:
     return all(size in (1, whole) for size, whole in zip(shape, target, strict=True))
 
 
-def _with_x_hat(g, d, r, gamma=None):
-    u = g if gamma is None else g * gamma
-    return u, u * (d * r)
+def _with_x_hat(g, d, r):
+    return g, g * (d * r)
 
 
-def _sums_to(shape, g, d, r, *gamma):
-    """Σu and Σ(u x̂), with u = g or γ g, over the axes in which `shape` has size 1."""
-    return sums(_with_x_hat, _axes_to(g.shape, shape), g, d, r, *gamma)
+def _with_near(g, near, *gamma):
+    u = g * gamma[0] if gamma else g
+    return u, u * near
+
+
+def _group_sums(g, near, offset, r, *gamma):
+    """Σu and Σ(u x̂) of every group, with u = g or γ g and x̂ = (near − offset) r.
+
+    Offset and r enter after the sums, which therefore need not wait for them: one pass serves these and the statistics.
+    """
+    sum_u, sum_ux = sums(_with_near, _axes_to(g.shape, r.shape), g, near, *gamma)
+    return sum_u, r * (sum_ux if offset is None else sum_ux - offset * sum_u)
 
 
 def _affine_bwd(form: Form, saved: Any, g):
     x, stats, scale, eps, where = saved
-    d = _centred(x.astype(g.dtype), stats.shift, stats.offset)
+    wide, offset = x.astype(g.dtype), stats.offset
+    d, near = _centred(wide, stats.shift, offset), _centred(wide, stats.shift, None)
     r = _inverse_std(stats.var, eps, stats.count)
     if where is not None:
         lost = _lost(where, d, r)
         d, g = jnp.where(lost, 0, d), jnp.where(lost, 0, g)
+        near, offset = d, None
     gamma = _gamma(form, scale, g.dtype)
     u = g if gamma is None else g * gamma
     if scale is None or _fits(scale.shape, r.shape):
         # γ is constant within a group: the group's sums serve γ̄ and β̄ as well.
-        sum_g, sum_gx = _sums_to(r.shape, g, d, r)
+        sum_g, sum_gx = _group_sums(g, near, offset, r)
         sum_u, sum_ux = (sum_g, sum_gx) if gamma is None else (sum_g * gamma, sum_gx * gamma)
     else:
-        sum_u, sum_ux = _sums_to(r.shape, g, d, r, gamma)
-        sum_g, sum_gx = _sums_to(scale.shape, g, d, r)
+        sum_u, sum_ux = _group_sums(g, near, offset, r, gamma)
+        sum_g, sum_gx = sums(_with_x_hat, _axes_to(g.shape, scale.shape), g, d, r)
     d_scale = None if scale is None else _as(jax.typeof(scale), _sum_to(sum_gx, scale.shape))
     d_bias = None
     if form.bias is not None:
@@ -324,7 +337,7 @@ def _affine_jvp(form: Form, primals, tangents):
     _, d_wide, d_stats, d_scale, d_bias, d_eps, _ = tangents
     y = _affine(form, x, wide, stats, scale, bias, eps, where)
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, prevent_cse=False)  # a barrier would store g in the statistics' dtype
     def tangent(x, stats, scale, eps, where, d_wide, d_stats, d_scale, d_bias, d_eps):
         d = _centred(x.astype(d_wide.dtype), stats.shift, stats.offset)
         r = _inverse_std(stats.var, eps, stats.count)

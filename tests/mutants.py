@@ -49,8 +49,8 @@ MUTANTS = (
     Mutant(
         "one-pass variance, E[x²] − E[x]²",
         "normjax/_derivatives.py",
-        "checkpoint_name(kept(_shift(pooling, wide, where), wide), STATS_NAME)",
-        "checkpoint_name(jnp.zeros_like(_shift(pooling, wide, where)), STATS_NAME)",
+        "checkpoint_name(kept(_shift(pooling, x, wide, where), wide), STATS_NAME)",
+        "checkpoint_name(jnp.zeros_like(_shift(pooling, x, wide, where)), STATS_NAME)",
         (*PROPERTIES, "any_finite_input"),
     ),
     Mutant(
@@ -70,8 +70,8 @@ MUTANTS = (
     Mutant(
         "γ pulled out of the layer-norm backward",
         "normjax/_derivatives.py",
-        "sum_u, sum_ux = _sums_to(r.shape, g, d, r, gamma)",
-        "sum_u, sum_ux = (total * jnp.mean(gamma) for total in _sums_to(r.shape, g, d, r))",
+        "sum_u, sum_ux = _group_sums(g, near, offset, r, gamma)",
+        "sum_u, sum_ux = (total * jnp.mean(gamma) for total in _group_sums(g, near, offset, r))",
         (*THEORY, "one_gamma"),
     ),
     Mutant(
