@@ -48,8 +48,8 @@ def describe(config: Config) -> str:
     """What a run splits its batches over, in one line."""
     platform = jax.devices()[0].platform
     by_whom = ", made by jax_num_cpu_devices" if platform == "cpu" else ""
-    share = config.train.batch_size // config.devices
-    return f"{config.devices} devices ({platform}{by_whom}), {share} images of each batch on each"
+    size, share = config.train.batch_size, config.train.batch_size // config.devices
+    return f"{config.devices} devices ({platform}{by_whom}); each takes {share} of a batch's {size} images"
 
 
 def spread(mesh: Mesh | None, function: Callable, ins: Any, outs: Any) -> Callable:

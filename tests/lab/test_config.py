@@ -82,6 +82,31 @@ def test_layout_and_axes_given_beside_a_family_stay():
     assert (norm.layout, norm.axis_names) == ("N H W C=(G=2 K)", "H W K")
 
 
+POOLS_SOME_AND_ALL_EXAMPLES = {
+    ("N H W C", "N H W data"): (True, True),
+    ("N H W C", "H W"): (False, False),
+    ("... C", "... data"): (True, True),
+    ("... C", "C"): (False, False),
+    ("N=(B n=4) H W C", "N H"): (True, True),
+    ("N=(B n=4) H W C", "B n data"): (True, True),
+    ("N=(B n=4) H W C", "n H W"): (True, False),
+    ("(B n=4) H W C", "n B"): (True, True),
+    ("(B n=4) H W C", "B C"): (True, False),
+    ("(B n=4) H W C", "H"): (False, False),
+}
+
+
+@pytest.mark.parametrize(("layout", "axis_names"), POOLS_SOME_AND_ALL_EXAMPLES)
+def test_a_norm_knows_whether_it_pools_some_examples_and_all(layout, axis_names):
+    norm = configs.NormConfig(layout=layout, axis_names=axis_names)
+    assert norm.pools_examples == POOLS_SOME_AND_ALL_EXAMPLES[layout, axis_names]
+
+
+def test_a_name_of_the_layout_is_no_name_for_devices():
+    assert configs.NormConfig(axis_names="N data").is_synchronised
+    assert not configs.NormConfig(layout="data H W C", axis_names="data H W").is_synchronised
+
+
 BAD_FILES = {
     "seed = 0.5": "seed must be a whole number, not 0.5 (float)",
     "seed = true": "seed must be a whole number, not True (bool)",
