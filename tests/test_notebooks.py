@@ -32,8 +32,8 @@ def paired(script):
     return nbformat.read(script.with_suffix(".ipynb"), as_version=4)
 
 
-def test_the_three_notebooks_of_the_course_are_here():
-    assert [path.stem for path in SCRIPTS] == ["01_axes", "02_forward_backward", "03_train_eval"]
+def test_the_four_notebooks_of_the_course_are_here():
+    assert [path.stem for path in SCRIPTS] == ["01_axes", "02_forward_backward", "03_train_eval", "04_sync"]
 
 
 @of_each
