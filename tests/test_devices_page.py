@@ -161,7 +161,7 @@ def test_the_pooled_replicas_are_the_mixture_of_their_statistics(page):
 
 
 def table() -> dict[str, list[list[str]]]:
-    """The rows of the page's table by mapping: loss, what `g` is, two ratios, and what is right."""
+    """The rows of the page's table by mapping: loss, what `g` is, three ratios, and what is right."""
     rows: dict = {}
     lines = PAGE.split("## Who sums the gradients", 1)[1].split("\n| ", 1)[1].split("\n\n", 1)[0].split("\n")
     for line in lines[2:]:
@@ -195,29 +195,31 @@ def test_a_ratio_of_the_table_is_what_is_measured(mapping, rng, x64):
 
     def step(x, g, scale, bias):
         results = []
-        for loss, _, _, _, right in rows:
+        for loss, *_, right in rows:
 
-            def of_one(scale, loss=loss):
+            def of_one(scale, x, loss=loss):
                 y, _ = nj.batch_norm(x, nj.Affine(scale, bias, "C"), **options)
                 return eval(loss, {**names, "terms": g * y})
 
-            slope = jax.grad(of_one)(scale)
+            slope, of_x = jax.grad(of_one, (0, 1))(scale, x)
             both = (lax.pmean(slope, "data"), lax.psum(slope, "data")) if by_hand else (slope, slope)
-            results += slope, *both, eval(right, {**names, "g": slope})
+            results += slope, *both, eval(right, {**names, "g": slope}), of_x
         return tuple(results)
 
-    roles = (GRADIENT,) * 4 * len(rows)
+    roles = (*(GRADIENT,) * 4, DATA) * len(rows)
     program = quick_jit(layer.wrap(step, (DATA, DATA, PARAMETER, PARAMETER), roles))
     found = [np.asarray(a) for a in program(layer.place(DATA, x), layer.place(DATA, g), scale, bias)]
-    _, total, _ = reference.backward(x, g, scale, bias, layout="S N C", axis_names="S N", names="C")
-    for i, (loss, held, mean, sum_, _) in enumerate(rows):
-        own, averaged, summed, mended = found[4 * i : 4 * i + 4]
-        true = total / x.size if "mean" in loss else total
+    of_x, total, _ = reference.backward(x, g, scale, bias, layout="S N C", axis_names="S N", names="C")
+    for i, (loss, held, mean, sum_, of_rows, _) in enumerate(rows):
+        own, averaged, summed, mended, rows_held = found[5 * i : 5 * i + 5]
+        terms = x.size if "mean" in loss else 1
+        true = total / terms
         assert (own.shape == (DEVICES, 3)) == (held == "own shares")
         assert held != "own shares" or np.ptp(own, 0).min() > 1e-6
         close(averaged, float(Fraction(mean)) * true)
         if by_hand:
             close(summed, float(Fraction(sum_)) * true)
+        close(rows_held, float(Fraction(of_rows)) * of_x / terms)
         close(mended, true)
         if "pmean" in loss:
             close(averaged, true)  # the way that is right under every mapping
