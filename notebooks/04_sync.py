@@ -66,19 +66,19 @@ alive = spread > 0.05
 
 
 @functools.partial(jax.jit, static_argnames="axis_names")
-def means(x, axis_names):
-    """Of batches (batch, device, N, C): the mean that each device uses."""
-    one = lambda x: nj.moments(x, layout="N C", axis_names=axis_names).mean  # noqa: E731
+def means(x, per_device, axis_names):
+    """Of batches (batch, device, N, C): the mean that each device uses of the first `per_device` rows of each."""
+    counted = jnp.arange(x.shape[-2])[:, None] < per_device
+    one = lambda x: nj.moments(x, layout="N C", axis_names=axis_names, where=counted).mean  # noqa: E731
     return jax.vmap(jax.vmap(one, axis_name="data"))(x)
 
 
 noise = {name: [] for name in POOLED}
 rng = np.random.default_rng(1)
-for per_device in PER_DEVICE:
-    x = train_x[rng.integers(len(train_x), size=(500, DEVICES, per_device))][..., alive]
-    for name, axis_names in POOLED.items():
-        error = (means(x, axis_names) - train_x.mean(0)[alive]) / spread[alive]
-        noise[name].append(float(jnp.sqrt((error**2).mean())))
+drawn = train_x[rng.integers(len(train_x), size=(500, DEVICES, max(PER_DEVICE)))][..., alive]
+for per_device, (name, axis_names) in itertools.product(PER_DEVICE, POOLED.items()):
+    error = (means(drawn, per_device, axis_names) - train_x.mean(0)[alive]) / spread[alive]
+    noise[name].append(float(jnp.sqrt((error**2).mean())))
 
 # %%
 figure, panel = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
