@@ -78,6 +78,13 @@ def test_the_synchronised_example_equals_the_whole_batch(readme):
     np.testing.assert_allclose(names["y_sync"].reshape(whole.shape), whole, atol=1e-5)
 
 
+def test_the_loops_on_many_devices_take_the_same_steps_and_learn(readme):
+    names = readme("jax.shard_map")
+    # Of 30 steps in float32; the two reduce in another order.
+    np.testing.assert_allclose(names["shard_map_losses"], names["pmap_losses"], rtol=1e-3)
+    assert names["pmap_losses"][-1] < 0.6 * names["pmap_losses"][0]
+
+
 def test_the_masked_example_rests_on_the_included_entries(readme):
     names = readme("valid =")
     included = nj.moments(names["x"][:20], layout="N H W C", axis_names="N H W")
