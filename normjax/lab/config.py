@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from normjax._grammar import Axis, parse_layout
 from normjax.lab.errors import UserError
 
 # What a family pools by default, so that `--norm.family group` alone names a whole layer.
@@ -71,16 +71,23 @@ class NormConfig:
     @property
     def is_synchronised(self) -> bool:
         """Whether means run over devices too."""
-        return DEVICE_AXIS in self.axis_names.split() and DEVICE_AXIS not in re.findall(r"\w+", self.layout)
+        in_layout = {name for axis in self._axes() for name in axis.names}
+        return DEVICE_AXIS in self.axis_names.split() and DEVICE_AXIS not in in_layout
 
     @property
     def pools_examples(self) -> tuple[bool, bool]:
         """Whether means run over any examples, and over all: over the layout's first axis, which may be split."""
-        first = re.match(r"\s*([^\s(]*\([^)]*\)|\S*)", self.layout)
-        name, _, rest = (first[1] if first else "").rpartition("(")
-        pooled, parts = set(self.axis_names.split()), set(re.findall(r"[^\W\d]\w*|\.{3}", rest))
-        every = name.rstrip("=") in pooled or parts <= pooled
+        first = next(iter(self._axes()), Axis(None))
+        pooled, parts = set(self.axis_names.split()), {name for name, _ in first.factors} or set(first.names)
+        every = first.name in pooled or parts <= pooled
         return every or not parts.isdisjoint(pooled), every
+
+    def _axes(self) -> tuple[Axis, ...]:
+        """The layout's axes; none where it breaks the grammar, of which the norm complains when it is built."""
+        try:
+            return parse_layout("norm.layout", self.layout)
+        except ValueError:
+            return ()
 
 
 @dataclass(frozen=True)
