@@ -29,7 +29,7 @@ _SHOWN = 8
 
 
 class Imported(NamedTuple):
-    """One norm of a checkpoint: what to pass to `batch_norm`, `layer_norm` and the others.
+    """One norm of a checkpoint: what to pass to `batch_norm`, `layer_norm` and the others. Not for jit's arguments.
 
     Attributes:
       params: `Affine` of the checkpoint's dtype, or None where the norm has no parameters.
@@ -58,7 +58,8 @@ def from_torch(
 ) -> Imported:
     """Returns one norm of a PyTorch `state_dict`: batch, layer, group, instance or RMS norm.
 
-    Training goes on as in PyTorch: `num_batches_tracked` becomes the state's count and, with momentum=None, its weight.
+    Training goes on as in PyTorch: `num_batches_tracked` becomes the state's count (1 where nothing counted and the
+    statistics are not 0 and 1) and, with momentum=None, its weight.
 
     Args:
       tensors: a `state_dict` of arrays (PyTorch's tensors are read without importing it), or the path of a
@@ -77,8 +78,8 @@ def from_torch(
       `Imported`, with copies on the default device. Parameters keep their dtype (float64 only under x64).
 
     Raises:
-      ValueError: no key begins with prefix; or, listed in one error, the keys that are missing or unexpected, and the
-        shapes, sizes, dtypes and values that break a rule.
+      ValueError: no key begins with prefix; or, in one error, all keys that are missing or unexpected, and all shapes,
+        sizes, dtypes and values that break a rule.
       TypeError: an argument of another type.
       ModuleNotFoundError: a path is given, but safetensors is not installed.
 
@@ -309,10 +310,7 @@ def _number(fn: str, argument: str, value) -> float:
 
 
 def _read(entries: Mapping[str, Any], asked: Mapping[str, bool | None], needed: set[str]):
-    """The arrays that the norm has, and what is wrong: missing, unexpected, or no array of floats.
-
-    `asked` says of each key that the norm can have whether it must (True) or must not (False) be there.
-    """
+    """The arrays, and what is wrong; `asked` has each key that a norm can have: False where it must not be there."""
     allowed = [key for key, wish in asked.items() if wish is not False]
     problems, arrays = [], {}
     if missing := [key for key in allowed if key in needed and key not in entries]:

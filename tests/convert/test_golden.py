@@ -9,7 +9,19 @@ import pytest
 
 import normjax as nj
 from normjax.convert import Imported, from_torch
-from tests.convert.common import GOLDEN, TORCH, call, checkpoint, close, dtype_of, inputs, names, program
+from tests.convert.common import (
+    EVALUATION,
+    GOLDEN,
+    STATISTICS,
+    TORCH,
+    call,
+    checkpoint,
+    close,
+    dtype_of,
+    inputs,
+    names,
+    program,
+)
 
 
 def label(case: dict) -> str:
@@ -69,6 +81,8 @@ def test_evaluation_is_that_of_pytorch(case):
     assert state is None or all(map(np.array_equal, jax.tree.leaves(state), jax.tree.leaves(layer.state)))
     assert y.dtype == x.dtype
     close(y, case["evaluation"], m=8, of=dtype_of(case))
+    if dtype_of(case) == np.float32:
+        np.testing.assert_allclose(y, case["evaluation"], rtol=0, atol=EVALUATION)
 
 
 @each_tracked_case
@@ -80,6 +94,8 @@ def test_the_state_after_1_and_100_updates_is_that_of_pytorch(case):
     for i in range(1, 100):
         _, state = run(case, layer, batches[i % len(batches)], state, train=True)
     close_state(case, state, case["after 100"], 100)
+    for leaf, key in ((state.mean, "running_mean"), (state.var, "running_var")):
+        np.testing.assert_allclose(leaf, case["after 100"][key], rtol=0, atol=STATISTICS)
     y, _ = run(case, layer, batches[0], state, train=False)
     close(y, case["evaluation after 100"], m=108, of=dtype_of(case))
 

@@ -5,6 +5,7 @@ of the tracked norms have at most 8 entries, so that the variance that PyTorch s
 and no mean is near 0.
 """
 
+import inspect
 import json
 import os
 import re
@@ -132,6 +133,16 @@ def bfloat16_is_off_by(momentum: float) -> float:
     return max(((right - seen) / right).abs().max().item() for right, seen in pairs)
 
 
+def defaults() -> dict[str, dict]:
+    """The default arguments of each layer."""
+    kinds = (nn.BatchNorm1d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+    named = ("momentum", "eps", "affine", "elementwise_affine", "bias", "track_running_stats")
+    return {
+        kind.__name__: {name: p.default for name, p in inspect.signature(kind).parameters.items() if name in named}
+        for kind in kinds
+    }
+
+
 @torch.no_grad()
 def rows() -> list[dict]:
     return [played(*case) for case in cases()]
@@ -142,11 +153,14 @@ def main() -> None:
         "torch": torch.__version__,
         "inputs": {layout: numbers(batches(shape)) for layout, shape in SHAPES.items()},
         "cases": rows(),
+        "defaults": defaults(),
         "page": saved_by_the_page(),
         "bfloat16 off by": {momentum: round(bfloat16_is_off_by(momentum), 4) for momentum in (0.1, 0.01)},
     }
     text = json.dumps(golden, separators=(",", ":"))
-    (HERE / "torch.json").write_text(re.sub(r'(?=\{"class"|"cases"|"page"|"bfloat16 off)', "\n", text) + "\n")
+    (HERE / "torch.json").write_text(
+        re.sub(r'(?=\{"class"|"cases"|"defaults"|"page"|"bfloat16 off)', "\n", text) + "\n"
+    )
 
 
 if __name__ == "__main__":
