@@ -18,6 +18,7 @@ SECTIONS = {
     "cases.state": {75, 76, 78, 82, 84},
     "cases.merging": {79, 80},
     "cases.weight_decay": {86},
+    "convert.cases": {96, 97, 98, 99},
     "sync.unequal": {36, 37},
     "sync.gradients": {39, 40, 41, 43},
     "sync.groups": {44},
