@@ -19,7 +19,7 @@ from normjax._flax_axes import Axes
 from normjax._grammar import quote
 from normjax._inputs import static_bool
 from normjax._normalize import Affine, normalize
-from normjax._running import BatchStats, Cumulative, Ema
+from normjax._running import BatchStats, Cumulative, Ema, check_unbiased
 
 
 class UnboundAxisError(ValueError, NameError):
@@ -122,7 +122,10 @@ def _plain_bool(fn: str, value) -> bool:
 
 def moved_by(module: Any) -> Ema | Cumulative:
     """How the running statistics move: by `running`, or else by Flax's `momentum`."""
-    return Ema.flax(module.momentum) if module.running is None else module.running
+    if module.running is None:
+        return Ema.flax(module.momentum)
+    check_unbiased(type(module).__name__, module.running, None)
+    return module.running
 
 
 def needs_counts(module: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from normjax._axes import resolve
-from normjax._grammar import ELLIPSIS, Axis, parse_layout, parse_names, quote
+from normjax._grammar import ELLIPSIS, Axis, count_word, parse_layout, parse_names, quote
 
 
 class Axes(NamedTuple):
@@ -64,7 +64,7 @@ def instance_axes(module: Any, shape: tuple[int, ...]) -> Axes:
 
 
 def group_axes(module: Any, shape: tuple[int, ...], num_groups: int | None, group_size: int | None) -> Axes:
-    """`reduction_axes` pool, and of the last of them the channels of one group."""
+    """`reduction_axes` pool, and of the last of them the channels of one group; or what a layout that splits says."""
 
     def reduced(named, features):
         last = len(shape) - 1
@@ -80,7 +80,7 @@ def group_axes(module: Any, shape: tuple[int, ...], num_groups: int | None, grou
         named.split_last(grouping(named.fn, shape[-1], num_groups, group_size)[0])
         return places
 
-    return _axes(module, shape, ("feature axis", -1), reduced)
+    return _axes(module, shape, None, reduced)
 
 
 def grouping(fn: str, channels: int, num_groups: int | None, group_size: int | None) -> tuple[int, int]:
@@ -143,22 +143,23 @@ class _Named:
     def places(self, argument: str, given: Any) -> tuple[int, ...]:
         """Axes as positions from the front; an error unless they are in order, in range and each given once."""
         asked = f"{self.fn}: {argument}={given!r}"
-        if isinstance(given, str):
-            given = given.split()
-        elif not isinstance(given, Iterable):
-            given = (given,)
+        axes: list[Any] = [given]
+        if isinstance(given, Iterable):
+            axes = given.split() if isinstance(given, str) else list(given)
         names = [axis.name for axis in self.axes]
         places = []
-        for axis in given:
-            if isinstance(axis, str):
+        for axis in axes:
+            if isinstance(axis, str) and self.pooled is not None:
                 if axis not in names:
                     raise ValueError(f"{asked}: '{axis}' is no axis of x; its axes are {quote(map(str, names))}.")
                 places.append(names.index(axis))
                 continue
             try:
-                place = operator.index(axis)
+                place = operator.index(axis)  # type: ignore[arg-type]
             except TypeError:
-                raise TypeError(f"{asked}: axes are integers, or names of the layout; got {axis!r}.") from None
+                raise TypeError(
+                    f"{asked}: axes are integers, or names where a layout is given; got {axis!r}."
+                ) from None
             if not -len(names) <= place < len(names):
                 raise np.exceptions.AxisError(f"{asked}: x has no axis {place}; its shape is {self.shape}.")
             places.append(place % len(names))
@@ -167,6 +168,18 @@ class _Named:
         if places != sorted(places):
             raise ValueError(f"{asked} is out of order; write {tuple(sorted(places))}, the order of the axes of x.")
         return tuple(places)
+
+    def grouped(self) -> tuple[int, ...]:
+        """The axis of the channels of a group norm: the one that a layout splits, or the last."""
+        if self.pooled is None:
+            return self.places("channel axis", -1)
+        split = [place for place, axis in enumerate(self.axes) if axis.factors]
+        if len(split) != 1:
+            raise ValueError(
+                f'{self.fn}: layout="{" ".join(map(str, self.axes))}" splits {count_word(len(split))} axes; split the '
+                'channels, and them alone, into groups, as in layout="N H W C=(G=32 K)", axis_names="H W K".'
+            )
+        return tuple(split)
 
     def split_last(self, groups: int) -> None:
         """Splits the last axis into groups of channels."""
@@ -179,10 +192,10 @@ class _Named:
         return axis.factors[1][0] if axis.factors else str(axis.name)
 
 
-def _axes(module: Any, shape: tuple[int, ...], features: tuple[str, Any], reduced) -> Axes:
+def _axes(module: Any, shape: tuple[int, ...], features: tuple[str, Any] | None, reduced) -> Axes:
     fn = type(module).__name__
     named = _Named(fn, tuple(shape), module.layout, module.axis_names, module.axis_name)
-    where = named.places(*features)
+    where = named.places(*features) if features else named.grouped()
     pooled = named.pooled
     if pooled is None:
         pooled = tuple(named.pooled_name(place) for place in sorted(reduced(named, where)))

@@ -5,7 +5,7 @@ and has one meaning in all classes:
 
   layout, axis_names: any reduction in words, such as "N H W C" and "N H W". Together they take the place of the numbers
     (`reduction_axes`, `num_groups`, `group_size`); `axis` and `feature_axes` may then be names, and still say what
-    the parameters run along. A name that the layout lacks is a mapped axis.
+    the parameters run along (in a group norm: the axis that is split). A name it lacks is a mapped axis.
   zero_centered: stores γ − 1 as `scale`, so that weight decay pulls γ to 1; `scale_init` still gives γ.
   derivative: "vjp", "jvp" (for forward mode) or "autodiff" (the plain formula).
 
