@@ -361,7 +361,7 @@ def _with_rules(plain, fwd, bwd, jvp) -> dict[str, Any]:
     jvp_form = jax.custom_jvp(plain, nondiff_argnums=(0,))
     jvp_form.defjvp(jvp)
     forms = {"vjp": vjp_form, "jvp": jvp_form, "autodiff": plain}
-    return {name: jax.jit(form, static_argnums=(0,), inline=True) for name, form in forms.items()}
+    return {name: jax.jit(form, static_argnums=(0,)) for name, form in forms.items()}
 
 
 _STATISTICS = _with_rules(_statistics, _statistics_fwd, _statistics_bwd, _statistics_jvp)

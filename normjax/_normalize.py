@@ -24,6 +24,7 @@ from normjax._inputs import (
 )
 from normjax._moments import Moments, as_moments, pooled_statistics
 from normjax._pytree import pytree, settle, show
+from normjax._sums import written
 
 
 @pytree(static=["names", "zero_centered"])
@@ -213,6 +214,9 @@ def normalize_by(
     check_params(spec, params)
     derivative = check_derivative(spec.fn, derivative, x)
     where = as_mask(spec, where)
+    if derivative == "vjp":
+        x = written(x)
+        wide = x.astype(wide.dtype)
     x, wide = spec.expand(x), spec.expand(wide)
     if moments is None:
         stats = pooled_statistics(

@@ -98,6 +98,21 @@ def test_nothing_of_the_size_of_x_is_written_between_input_and_output(call):
     assert temporary < x.size * 4 / 2, f"{temporary} bytes are written, of which x has {x.size * 4}"
 
 
+@pytest.mark.parametrize("shape", [(8, 16), (256, 256)], ids=str)
+def test_a_norm_after_another_is_computed_once_and_adds_as_much_to_the_gradient_s_program_as_the_first(shape):
+    def length(norms):
+        def loss(params, x):
+            for affine in params:
+                x, _ = nj.layer_norm(x, affine, layout="N C", axis_names="C")
+            return jnp.sum(x**2)
+
+        params = [nj.Affine.init(C=shape[1])] * norms
+        return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, jnp.ones(shape)).compile().as_text().count(" = ")
+
+    few, some, many = map(length, (2, 4, 6))
+    assert many - some < 1.2 * (some - few)
+
+
 def output_and_gradients(call, derivative, x, scale, bias, g):
     norm, _, axes, sizes = CALLS[call]
     state = nj.BatchStats.init(C=sizes["C"], dtype=x.dtype) if norm is nj.batch_norm else None

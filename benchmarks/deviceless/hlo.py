@@ -152,12 +152,19 @@ def _count_body(module: dict[str, list[Instruction]], name: str) -> Counts:
         elif one.op == "while":
             total.add(_count_body(module, one.called("body")), _trips(one))
         elif one.op == "conditional":
-            raise ValueError(
-                f"hlo: {one.name} is a conditional; which branch moves how much cannot be read off the text."
-            )
+            first, *others = (_count_body(module, branch) for branch in _branches(one))
+            if any(other != first for other in others):
+                raise ValueError(f"hlo: {one.name} has branches that move different amounts; which runs is not known.")
+            total.add(first)
         else:
             total.add(_count_one(module, one, types))
     return total
+
+
+def _branches(one: Instruction) -> list[str]:
+    found = re.search(r"\bbranch_computations=\{([^}]*)\}", one.attributes)
+    names = found[1].split(",") if found else [one.called("true_computation"), one.called("false_computation")]
+    return [name.strip().lstrip("%") for name in names]
 
 
 def _trips(loop: Instruction) -> int:

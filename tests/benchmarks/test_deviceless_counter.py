@@ -148,7 +148,10 @@ def test_a_loop_counts_as_often_as_it_runs_and_a_call_once():
 
 REFUSED = {
     "a loop of unknown length": ("%w = f32[64]{0} while(%s), condition=%add, body=%add", "loops a number of times"),
-    "a conditional": ("%w = f32[64]{0} conditional(%s, %s), branch_computations={%add, %add}", "is a conditional"),
+    "branches that differ": (
+        "%w = f32[64]{0} conditional(%s, %s), branch_computations={%add, %fused_slices}",
+        "branches that move different amounts",
+    ),
     "a kernel": (
         '%w = f32[64]{0} custom-call(%s), custom_call_target="tpu_custom_call"',
         "calls the kernel 'tpu_custom_call'; count the bytes of its blocks",
