@@ -5,7 +5,7 @@ The rooms:
   _axes.py         both resolved for a shape: `Spec`, every axis error, `describe`
   _inputs.py       what may come in, and the words for anything else
   _derivatives.py  the two maps that a norm is made of, and the only backward
-  _sums.py         sums over groups, in blocks on the CPU
+  _sums.py         sums over groups, and what else XLA's CPU backend has to be told
   _mapped.py       statistics across vmap, pmap and shard_map axes
   _moments.py      `Moments`: count, mean and variance of a group; `merge`
   _normalize.py    `Affine` and the core, `normalize`
@@ -13,6 +13,7 @@ The rooms:
   _family.py       `batch_norm` … `rms_norm`: checks, then the core
   _decay.py        `decay_mask`
   _pytree.py       what the three pytrees share
+  convert.py       checkpoints of PyTorch and Flax, there and back
   reference.py     the textbook in NumPy float64, to test against
   lab/, cli.py     `normjax train`
 """

@@ -138,7 +138,7 @@ def _open_safetensors(fn: str, path: str, wanted: list[str]) -> dict[str, Any]:
             "weights_only=True): pass the state_dict in it."
         )
     require(f"{fn} of a .safetensors file", "lab", "safetensors")
-    from safetensors import safe_open  # pyright: ignore[reportMissingImports]
+    from safetensors import safe_open
 
     with safe_open(path, framework="numpy") as file:
         return {key: file.get_tensor(key) if key in wanted else None for key in file.keys()}  # noqa: SIM118

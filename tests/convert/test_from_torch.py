@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import normjax as nj
 from normjax.convert import from_torch
@@ -188,10 +189,9 @@ def test_tensors_and_jax_arrays_are_read_as_numpy_arrays_are(kind, dtype):
 @pytest.mark.parametrize("dtype", [*HALVES, "float32", "float64"])
 @pytest.mark.parametrize("as_path", [str, Path])
 def test_a_safetensors_file_gives_what_its_arrays_give_and_takes_them_back(as_path, dtype, tmp_path, x64):
-    safetensors = pytest.importorskip("safetensors.numpy")
     arrays = under("bn.", batch(dtype=dtype)) | {"fc.weight": np.ones((2, 3))}
     path = tmp_path / "model.safetensors"
-    safetensors.save_file(arrays, path)
+    save_file(arrays, path)
     for momentum in (0.1, None):
         layer = from_torch(as_path(path), prefix="bn.", momentum=momentum)
         wanted = from_torch(arrays, prefix="bn.", momentum=momentum)
@@ -200,13 +200,12 @@ def test_a_safetensors_file_gives_what_its_arrays_give_and_takes_them_back(as_pa
     params, state, *_ = layer
     back = {"weight": params.scale, "bias": params.bias, "running_mean": state.mean, "running_var": state.var}
     back = {key: np.asarray(array) for key, array in back.items()} | {"num_batches_tracked": np.asarray(state.count)}
-    safetensors.save_file(back, path)
+    save_file(back, path)
     same(from_torch(path, momentum=None)[:2], layer[:2])
 
 
 def test_of_a_safetensors_file_the_other_keys_are_listed_as_those_of_a_state_dict_are(tmp_path):
-    safetensors = pytest.importorskip("safetensors.numpy")
-    safetensors.save_file({**under("bn.", batch()), "bn.kernel": np.ones(1)}, tmp_path / "model.safetensors")
+    save_file({**under("bn.", batch()), "bn.kernel": np.ones(1)}, tmp_path / "model.safetensors")
     assert "unexpected: kernel" in refusal(tmp_path / "model.safetensors", prefix="bn.")
     assert "Near it: 'bn.'" in refusal(tmp_path / "model.safetensors", prefix="bn1.")
 

@@ -32,7 +32,6 @@ def table(heading: str) -> list[list[str]]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """The names that the page's programs define, each run after those above it, and the lines that they print."""
-    pytest.importorskip("safetensors")
     folder, names, printed = tmp_path_factory.mktemp("page"), {}, io.StringIO()
     shutil.copy(GOLDEN / "model.safetensors", folder)
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
