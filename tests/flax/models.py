@@ -67,7 +67,7 @@ def problem(rng):
 
 
 def linen_variables(library: str, x):
-    return quick_jit(lambda key: Linen(library).init(key, x, train=False))(jax.random.key(3))
+    return quick_jit(lambda key: Linen(library).init(key, x, train=True))(jax.random.key(3))
 
 
 def linen_state(library: str, x, axis_name=None):
