@@ -79,10 +79,11 @@ def _sum_to(array, shape):
 
 
 def _as(primal, cotangent):
-    """A cotangent with the dtype and, on an Explicit mesh, the sharding of its primal's type."""
+    """A cotangent with the dtype and, on an Explicit mesh, the sharding of its primal's type (whole, if on no mesh)."""
     cotangent = cotangent.astype(primal.dtype)
-    if jax.typeof(cotangent).sharding.spec != primal.sharding.spec:
-        cotangent = jax.sharding.reshard(cotangent, primal.sharding)
+    spec = primal.sharding.spec
+    if jax.typeof(cotangent).sharding.spec != spec:
+        cotangent = jax.sharding.reshard(cotangent, jax.NamedSharding(jax.typeof(cotangent).sharding.mesh, spec))
     return cotangent
 
 
@@ -109,13 +110,21 @@ class Pooling(NamedTuple):
 
 def _group_count(pooling: Pooling, wide, where):
     """Entries in each group: an int without a mask, else an array."""
-    count = 1
+    count = included = 1
     for axis in pooling.axes:
         if where is None or where.shape[axis] == 1:
             count *= wide.shape[axis]
+        else:
+            included *= where.shape[axis]
     if where is None:
         return count
-    return jnp.sum(where, pooling.axes, dtype=jnp.int32, keepdims=True).astype(wide.real.dtype) * count
+    exact = jnp.int32 if _known(included) < 2**31 else wide.real.dtype
+    return jnp.sum(where, pooling.axes, dtype=exact, keepdims=True).astype(wide.real.dtype) * as_divisor(count)
+
+
+def as_divisor(count):
+    """A count to divide by: an int of 2³¹ and more would not fit into int32; arrays and symbolic sizes stay."""
+    return float(count) if isinstance(count, int) else count
 
 
 def _shift(pooling: Pooling, x, wide, where):
@@ -170,7 +179,7 @@ def _first_two(pooling: Pooling, wide, shift, where):
     """The means of d = x − K and of |d|²."""
     if where is None and not jnp.iscomplexobj(wide):
         count = _group_count(pooling, wide, None)
-        return tuple(total / count for total in sums(_powers, pooling.axes, wide, shift))
+        return tuple(total / as_divisor(count) for total in sums(_powers, pooling.axes, wide, shift))
     return tuple(_mean(pooling, power, where) for power in _powers(wide, shift))
 
 
@@ -200,7 +209,7 @@ def _statistics_bwd(pooling: Pooling, saved, cotangent: Statistics):
     if where is not None:
         wide = jnp.where(where, wide, 0)
     d = _centred(wide, shift, offset)
-    count = _group_count(pooling, wide, None) if count is None else jnp.maximum(count, 1)
+    count = as_divisor(_group_count(pooling, wide, None)) if count is None else jnp.maximum(count, 1)
     dx = d * (2 * cotangent.var / count)
     if pooling.center:
         dx = dx + cotangent.offset / count
@@ -243,7 +252,8 @@ def _inverse_std(var, eps, count):
     if count is not None:
         zero = zero | (count == 0)
     # The root comes last, since XLA evaluates a root once for each group and a selection for each entry.
-    v = lax.select(v == jnp.inf, jnp.full_like(v, jnp.nan), v)
+    # That of −∞ is NaN, and no constant NaN is there for `debug_nans` to find.
+    v = lax.select(v == jnp.inf, -v, v)
     return lax.rsqrt(lax.select(zero, jnp.full_like(v, jnp.inf), v))
 
 

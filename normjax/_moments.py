@@ -21,6 +21,7 @@ from normjax._inputs import (
     with_arrays,
 )
 from normjax._pytree import pytree, settle, show
+from normjax._sums import sharded_axes
 
 
 @pytree(static=["names"])
@@ -57,19 +58,13 @@ class Moments:
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, real), jnp.zeros(shape, jnp.float32), tuple(sizes))
 
 
-def _sharded(x, axes: Sequence[int]) -> bool:
-    """Whether x is sharded, on an Explicit mesh, along any of the axes: a part of them cannot be sliced off."""
-    split = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
-    return any(axis < len(split) and split[axis] is not None for axis in axes)
-
-
 def pooled_statistics(spec: Spec, x, wide, where, *, center: bool, axis_index_groups, derivative: str) -> Statistics:
     """The statistics of the expanded x over `spec`'s axes, mapped ones included; where: as from `as_mask`."""
     if axis_index_groups is not None:
         _mapped.check_groups(spec, axis_index_groups)
     for name in spec.mapped:
         _mapped.axis_size(spec, name)
-    pooling = Pooling(spec.reduced, center, not _sharded(wide, spec.reduced))
+    pooling = Pooling(spec.reduced, center, not sharded_axes(wide) & set(spec.reduced))
     x, wide, where = _mapped.vary_alike((x, wide, where))
     stats = statistics(x, wide, where, pooling=pooling, derivative=derivative)
     return _mapped.pool(spec, stats, spec.group_size, axis_index_groups) if spec.mapped else stats

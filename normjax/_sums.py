@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 BLOCKS = 16
-FEW = 128  # entries that one plain loop adds up; more would lose digits
+FEW = 32  # entries that one loop adds up in a chain; more would lose digits
 TINY = 1 << 13  # entries below which XLA, too, sums in loops of its own, which one reduction spares
 LARGE = 1 << 16  # entries from which on speed counts; below, a call takes microseconds
 
@@ -33,7 +33,8 @@ def sums(terms: Callable[..., tuple], axes: tuple[int, ...], *operands) -> tuple
     if not axes:
         return terms(*operands)
     shape = jnp.broadcast_shapes(*(operand.shape for operand in operands))
-    cut = _cut(shape, axes)
+    split = {axis for operand in operands for axis in sharded_axes(operand)}
+    cut = _cut(shape, tuple(axis for axis in axes if axis not in split), axes)
     return _plain(terms, axes, *operands) if cut is None else _sums(terms, axes, cut, *operands)
 
 
@@ -55,6 +56,12 @@ def written(array):
 def is_large(shape: Sequence[Any]) -> bool:
     """Whether an array of this shape is so large that speed counts; no symbolic shape is."""
     return all(isinstance(size, int) for size in shape) and math.prod(shape) >= LARGE
+
+
+def sharded_axes(array) -> set[int]:
+    """The axes along which an Explicit mesh shards the array, which can be neither sliced nor cut."""
+    spec = getattr(getattr(jax.typeof(array), "sharding", None), "spec", ())
+    return {axis for axis, names in enumerate(spec) if names is not None}
 
 
 def _plain(terms, axes, *operands):
@@ -132,8 +139,8 @@ def _kept_jvp(primals, tangents):
     return _kept(*primals), tangents[0]
 
 
-def _cut(shape: Sequence[Any], axes: tuple[int, ...]) -> Cut | tuple[()] | None:
-    """How to sum in one loop; () without cutting an axis, None where a plain sum is better.
+def _cut(shape: Sequence[Any], whole: tuple[int, ...], axes: tuple[int, ...]) -> Cut | tuple[()] | None:
+    """How to sum over `axes` in one loop; () without cutting one of the `whole`, None where a plain sum is better.
 
     A vectorised loop runs along the innermost axis, so a cut leaves that at least 16 entries long. Blocks of any other
     axis are interleaved, which keeps neighbours together, and on an axis that jit shards what one device holds; the
@@ -145,7 +152,7 @@ def _cut(shape: Sequence[Any], axes: tuple[int, ...]) -> Cut | tuple[()] | None:
     last = len(shape) - 1
     cuts = [
         (blocks < 7, -axis, abs(blocks - BLOCKS), blocks)
-        for axis in axes
+        for axis in whole
         for blocks in range(4, 2 * BLOCKS + 1)
         if shape[axis] % blocks == 0 and (axis < last or shape[axis] // blocks >= 16)
     ]

@@ -95,6 +95,25 @@ def test_constant_and_empty_groups_pass_debug_nans(norm, layout, axis_names, tra
     assert np.all(np.isfinite(d_params.scale))
 
 
+@pytest.mark.parametrize("derivative", ["vjp", "jvp", "autodiff"])
+@pytest.mark.parametrize("jitted", [True, False], ids=["eager", "disable_jit"])
+def test_gradients_outside_jit_pass_debug_nans(jitted, derivative, rng):
+    x = jnp.asarray(rng.normal(size=(8, 4)), jnp.float32)
+    where = jnp.asarray(rng.random((8, 4)) < 0.7)
+    params, state = nj.Affine.init(C=4), nj.BatchStats.init(C=4)
+
+    def loss(x, params, train, where):
+        layer = functools.partial(nj.batch_norm, train=train, where=where, derivative=derivative, **SPEC)
+        y, _ = layer(x, params, state)
+        return jnp.sum(y**3)
+
+    with jax.debug_nans(True), jax.disable_jit(not jitted):
+        for train, mask in [(True, None), (True, where), (False, None)]:
+            dx, d_params = jax.grad(loss, argnums=(0, 1))(x, params, train, mask)
+            assert np.all(np.isfinite(dx))
+            assert np.all(np.isfinite(d_params.scale))
+
+
 @every_layer
 def test_no_tracer_leaks(norm, layout, axis_names, train):
     params, state = nj.Affine.init(C=4), nj.BatchStats.init(C=4) if norm is nj.batch_norm else None

@@ -58,7 +58,7 @@ def plain(axes, x, k):
     ids=str,
 )
 def test_sums_in_blocks_and_their_derivatives_are_plain_sums(shape, axes, cut, rng, x64):
-    assert _sums._cut(shape, axes) == cut
+    assert _sums._cut(shape, axes, axes) == cut
     x = jnp.asarray(rng.normal(size=shape))
     k = jnp.asarray(rng.normal(size=[1 if axis in axes else size for axis, size in enumerate(shape)]))
 
@@ -87,6 +87,29 @@ def test_large_arrays_have_the_reference_s_output_and_gradients(call, derivative
     expected = reference.normalize(x, scale, bias, **where), *reference.backward(x, g, scale, bias, **where)
     for actual, exact in zip(program(x, scale, bias, g), expected, strict=True):
         np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-10 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("shape", [(63, 128), (127, 64), (255, 32), (500, 16), (60, 129), (16, 1000)], ids=str)
+def test_statistics_of_any_group_size_are_within_1e_6_of_float64(shape, rng):
+    x = (1e4 + rng.normal(size=(60, *shape))).astype(np.float32)
+    norm = jax.jit(jax.vmap(functools.partial(nj.normalize, layout="N D", axis_names="D")))
+    x_hat, moments = norm(x)
+    var = np.var(x, axis=2, dtype=np.float64)
+    exact = (x - np.mean(x, axis=2, dtype=np.float64, keepdims=True)) / np.sqrt(var + 1e-5)[..., None]
+    assert np.max(np.abs(moments.var / var - 1)) < 1e-6
+    assert np.max(np.abs(x_hat - exact) / np.maximum(1, np.abs(exact))) < 1e-6
+
+
+@pytest.mark.parametrize("mask", [None, (2**16, 1), (2**16, 2**16)], ids=str)
+def test_groups_of_more_entries_than_an_int32_holds_are_traced(mask):
+    x = jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32)
+    where = None if mask is None else jax.ShapeDtypeStruct(mask, jnp.bool_)
+
+    def loss(x, where):
+        y, _ = nj.normalize(x, where=where, layout="N C", axis_names="N C")
+        return jnp.sum(y)
+
+    assert jax.eval_shape(jax.grad(loss), x, where).shape == x.shape
 
 
 @every_call

@@ -62,3 +62,39 @@ def test_every_way_out_that_the_error_names_works(rng):
     for axes, y in found:
         # At most eight entries in a group: 16 eps sqrt(8) of numbers of size 3.
         np.testing.assert_allclose(y, reference.normalize(x, **axes), rtol=0, atol=2e-5)
+
+
+LARGE = {  # shape, the pooled axes, the sharded axis: 2^16 entries and more, which are summed in blocks
+    "batch, of the sharded axis": ((1000, 128), "A", 0),
+    "features, sharded": ((128, 1000), "B", 1),
+    "features, whole": ((72, 1000), "B", 0),
+    "images, over the third of three": ((24, 24, 24, 8), "A B C", 2),
+    "images, over axes that are whole": ((40, 40, 40, 4), "B C", 0),
+}
+
+
+@pytest.mark.parametrize("derivative", ["vjp", "jvp", "autodiff"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize(("shape", "pooled", "sharded"), LARGE.values(), ids=LARGE.keys())
+def test_large_arrays_are_normalised_on_a_mesh_whichever_axis_is_sharded(shape, pooled, sharded, kind, derivative, rng):
+    names = ["A", "B", "C", "D"][: len(shape)]
+    axes = {"layout": " ".join(names), "axis_names": pooled}
+    mesh = make_mesh(("data",), (4,), kind)
+    spec = P(*(None,) * sharded, "data")
+    x, g = (jax.device_put(rng.normal(1.5, 2.0, shape).astype(np.float32), NamedSharding(mesh, spec)) for _ in range(2))
+    params = nj.Affine.init(**{name: shape[names.index(name)] for name in pooled.split()})
+
+    def both_ways(x, params, g):
+        y, pullback = jax.vjp(lambda *given: nj.normalize(*given, **axes, derivative=derivative)[0], x, params)
+        return y, *pullback(g)
+
+    y, dx, d_params = jax.jit(both_ways)(x, params, g)
+    x, g = np.asarray(x, np.float64), np.asarray(g, np.float64)
+    scale, bias = np.ones(params.scale.shape), np.zeros(params.scale.shape)
+    y_exact = reference.normalize(x, scale, bias, names=params.names, **axes)
+    dx_exact, d_scale, d_bias = reference.backward(x, g, scale, bias, names=params.names, **axes)
+    np.testing.assert_allclose(y, y_exact, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(dx, dx_exact, rtol=0, atol=1e-5)
+    # Sums of up to 2^17 terms of size 10: sqrt(2^17) of their roundings.
+    np.testing.assert_allclose(d_params.scale, d_scale, rtol=0, atol=2e-3)
+    np.testing.assert_allclose(d_params.bias, d_bias, rtol=0, atol=2e-3)
