@@ -4,6 +4,7 @@ All four normalise the same float32 inputs with eps = 1e-5 and without scale and
 ``golden/torch_accuracy.json``, written by the script beside it; the others are computed here.
 """
 
+import argparse
 import json
 from collections.abc import Callable
 from functools import partial
@@ -84,5 +85,6 @@ def _short(error: float) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser("python -m benchmarks.accuracy", description=(__doc__ or "").partition("\n")[0]).parse_args()
     print(table())
     print(f"\n{versions()}")

@@ -19,12 +19,18 @@ MARKS = {
     "torch": ("tab:orange", "D"),
     "copy": ("black", "|"),
 }
+LABELS = {"autodiff": 'derivative="autodiff"', "torch": "PyTorch", "copy": "copy (the limit)"}
 
 
 def report(lines: Sequence[Line]) -> str:
     """Everything that is known from the lines, in Markdown."""
     measured = rows(lines)
     parts = [conditions(lines)]
+    plotted = {case.key for case in CASES if case.plot}
+    for mode in (BOTH, FORWARD):
+        short = [row for row in measured if row.mode == mode and row.key in plotted and row.label.endswith("f32")]
+        if short:
+            parts += [f"### {mode}, in short", short_table(short)]
     for mode in (BOTH, FORWARD):
         of_mode = [row for row in measured if row.mode == mode]
         if of_mode:
@@ -66,6 +72,19 @@ def ratio_table(measured: Sequence[Row]) -> str:
         first = ["wrong", ""] if own is None else [f"{own * 1e3:.3g}", f"{row.compile_s['normjax']:.2f}"]
         cells.append([row.label, *first, *(_cell(row.ratios.get(name, "")) for name in names)])
     return _markdown(["case", "normjax, ms", "compile, s", *names], cells)
+
+
+def short_table(measured: Sequence[Row]) -> str:
+    """A row for each case, and medians alone."""
+    names = [name for name in ("linen", "nnx", "keras", "torch", "copy") if any(name in row.ratios for row in measured)]
+    cells = []
+    for row in measured:
+        medians = [row.ratios.get(name) for name in names]
+        cells.append(
+            [row.label, f"{row.seconds['normjax'] * 1e3:.3g}" if "normjax" in row.seconds else "wrong"]
+            + [f"{ratio.median:.2f}" if isinstance(ratio, Ratio) and ratio.right else "" for ratio in medians]
+        )
+    return _markdown(["norm", "normjax, ms", *(LABELS.get(name, name) for name in names)], cells)
 
 
 def number_table(measured: Sequence[Row], number: Callable[[Row], dict[str, float]], form: str) -> str:
@@ -114,7 +133,7 @@ def plot(lines: Iterable[Line], path: Path) -> bool:
     panels = [(mode, [row for row in measured if row.mode == mode]) for mode in (BOTH, FORWARD)]
     panels = [(mode, rows_of) for mode, rows_of in panels if rows_of]
     heights = [len(rows_of) + 1 for _, rows_of in panels]
-    size = (9, 0.3 * sum(heights) + 1.4)
+    size = (9, 0.4 * sum(heights) + 1.4)
     figure, axes = plt.subplots(
         len(panels), 1, figsize=size, sharex=True, squeeze=False, layout="constrained", height_ratios=heights
     )
@@ -125,7 +144,9 @@ def plot(lines: Iterable[Line], path: Path) -> bool:
         drawn, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, drawn, strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), frameon=False)
-    axes[-1, 0].set_xlabel("time of normjax / time of the other   (left of 1: normjax is faster)")
+    axes[-1, 0].set_xlabel(
+        "time of normjax / time of the other (left of 1: normjax is faster); lines: the range over processes"
+    )
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return True
@@ -133,22 +154,24 @@ def plot(lines: Iterable[Line], path: Path) -> bool:
 
 def _panel(axis, mode: str, measured: Sequence[Row]) -> None:
     """One mode: a line for each case, a mark for each contestant's ratio, and its range."""
-    for place, row in enumerate(measured):
-        if place % 2:
-            axis.axhspan(place - 0.5, place + 0.5, color="0.95", zorder=0)
-        for name, (colour, mark) in MARKS.items():
+    for line, row in enumerate(measured):
+        if line % 2:
+            axis.axhspan(line - 0.5, line + 0.5, color="0.95", zorder=0)
+        for number, (name, (colour, mark)) in enumerate(MARKS.items()):
             ratio = row.ratios.get(name)
             if isinstance(ratio, Ratio) and ratio.right:
+                place = line if name == "copy" else line + 0.7 * ((number + 0.5) / (len(MARKS) - 1) - 0.5)
                 axis.plot([ratio.low, ratio.high], [place, place], color=colour, linewidth=1, alpha=0.6)
                 face = {} if mark == "|" else {"markeredgecolor": "white", "markeredgewidth": 0.5}
-                size = 13 if mark == "|" else 7
-                label = "copy (the limit)" if name == "copy" else name
+                size = 13 if mark == "|" else 6
+                label = LABELS.get(name, name)
                 axis.plot(ratio.median, place, mark, color=colour, markersize=size, label=label, zorder=3, **face)
     axis.axvline(1, color="0.3", linewidth=1)
     axis.set_xscale("log")
     axis.set_yticks(range(len(measured)), [row.label for row in measured], fontsize=9)
     axis.set_ylim(len(measured) - 0.5, -0.5)
-    ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20]
+    low, high = axis.get_xlim()
+    ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if low <= tick <= high]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
     axis.grid(axis="x", color="0.85", linewidth=0.6)

@@ -230,7 +230,7 @@ for (name, values), marker, colour in zip(errors.items(), "ox", [BLUE, ORANGE], 
 panels[1].set(
     xlabel="spread of γ (standard deviation)", ylabel="relative error of ∂loss / ∂x", title="against autodiff"
 )
-panels[0].legend(frameon=False, loc="lower right")
+panels[0].legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
 panels[1].legend(frameon=False)
 plt.show()
 

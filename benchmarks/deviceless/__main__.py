@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from benchmarks.deviceless import programs
 from benchmarks.deviceless.apart import TIMEOUT, CompileFailed, measure_apart
 from benchmarks.deviceless.targets import TARGETS
 
+REQUIREMENTS = "benchmarks/deviceless/requirements.txt"
 COLUMNS = (
     "program",
     "part",
@@ -76,7 +77,10 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for each compile")
     parser.add_argument("--jobs", type=int, default=math.ceil((os.cpu_count() or 1) / 2))
     options = parser.parse_args()
-    versions = {"jax": version("jax"), "libtpu": version("libtpu"), "cuda": version("jax-cuda13-pjrt")}
+    try:
+        versions = {"jax": version("jax"), "libtpu": version("libtpu"), "cuda": version("jax-cuda13-pjrt")}
+    except PackageNotFoundError as error:
+        parser.error(f"{error.name} is not installed: in an environment of its own, follow {REQUIREMENTS}.")
     chosen = [case for case in cases() if options.only in case[0] and case[2] in options.by]
     chosen.sort(key=lambda case: (case[0], case[1]))
     failed = False
