@@ -85,6 +85,6 @@ def _short(error: float) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser("python -m benchmarks.accuracy", description=(__doc__ or "").partition("\n")[0]).parse_args()
+    argparse.ArgumentParser("python -m benchmarks.accuracy", description=__doc__).parse_args()
     print(table())
     print(f"\n{versions()}")
