@@ -18,7 +18,7 @@ assert y.shape == (2, 1)
 assert int(state.count) == 1
 print("core:", nj.__version__, y.tolist())
 
-for part, extra in [("normjax.lab", "lab")]:
+for part, extra in [("normjax.lab", "lab"), ("normjax.linen", "flax"), ("normjax.nnx", "flax")]:
     words = None
     try:
         __import__(part)

@@ -14,6 +14,9 @@ The rooms:
   _decay.py        `decay_mask`
   _pytree.py       what the three pytrees share
   convert.py       checkpoints of PyTorch and Flax, there and back
+  linen.py         Flax linen's norms, by the core
+  nnx.py           Flax nnx's norms, by the core; batch norm in _nnx_batch.py
+  _flax.py         Flax's arguments in the core's words, for both; the axes in _flax_axes.py
   reference.py     the textbook in NumPy float64, to test against
   lab/, cli.py     `normjax train`
 """
