@@ -28,6 +28,7 @@ SECTIONS = {
     "flax.dtypes": {20},
     "flax.errors": {34, 35, 48, 66, 67, 71, 82, 84},
     "flax.beyond_flax": {29, 30, 36, 44, 51},
+    "flax.replace": {56, 78},
     "flax.transforms": {51, 52, 54, 55, 56, 57, 61, 62, 65},
     "flax.state": {75, 76, 78, 79, 80, 86},
     "benchmarks.perf": {101, 102, 103, 104, 105, 106},

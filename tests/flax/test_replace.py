@@ -1,0 +1,480 @@
+"""`normjax.nnx.replace`: what it changes, that models go on as before, and what it refuses."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx as flax_nnx
+from jax.sharding import PartitionSpec as P
+
+from normjax import nnx
+from normjax.nnx import replace
+from tests.closeness import close
+from tests.flax import models
+from tests.flax.rows import KINDS, NNX, ROWS
+from tests.sync.mappings import make_mesh
+
+RIGHT = [row for row in ROWS if row.nnx_is_right]
+
+
+class Block(flax_nnx.Module):
+    """A linear layer and a batch norm, on x of shape (N, L, 8)."""
+
+    def __init__(self, rngs, **settings):
+        self.linear = flax_nnx.Linear(8, 8, rngs=rngs)
+        self.norm = flax_nnx.BatchNorm(8, scale_init=models.RANDOM, bias_init=models.RANDOM, rngs=rngs, **settings)
+
+    def __call__(self, x):
+        return jax.nn.relu(self.norm(self.linear(x)))
+
+
+class Nested(flax_nnx.Module):
+    """Norms in an attribute, a list, a dict, a tuple, a plain dict of lists, and at two places."""
+
+    def __init__(self, rngs):
+        self.blocks = flax_nnx.List([Block(rngs), Block(rngs)])
+        self.heads = flax_nnx.Dict(a=flax_nnx.LayerNorm(8, rngs=rngs))
+        self.pair = flax_nnx.data((flax_nnx.RMSNorm(8, rngs=rngs), flax_nnx.Linear(8, 8, rngs=rngs)))
+        self.plain = flax_nnx.data({"q": [flax_nnx.GroupNorm(8, 2, rngs=rngs)]})
+        self.instance = flax_nnx.InstanceNorm(8, rngs=rngs)
+        self.again = self.blocks[1].norm
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        x = self.plain["q"][0](self.pair[0](self.heads["a"](x)))
+        return self.again(self.instance(self.pair[1](x)))
+
+
+CALL = flax_nnx.jit(lambda model, x: model(x))
+STEP = flax_nnx.jit(models.nnx_step)
+PATHS = ["again", "blocks.0.norm", "heads.a", "instance", "pair.0", "plain.q.0"]
+
+
+def nested() -> Nested:
+    return Nested(flax_nnx.Rngs(0))
+
+
+def batch(rng, *shape):
+    return jnp.asarray(rng.normal(size=shape))
+
+
+def variables(model) -> dict:
+    """Every variable of a model, by path."""
+    return {path: leaf for path, leaf in flax_nnx.iter_graph(model) if isinstance(leaf, flax_nnx.Variable)}
+
+
+def double(model):
+    """The model in float64, so that many layers' roundings do not hide a change."""
+    for variable in variables(model).values():
+        variable.set_value(variable.get_value().astype(jnp.float64))
+    return model
+
+
+def states(model):
+    return jax.tree.map(np.asarray, flax_nnx.to_pure_dict(flax_nnx.state(model)))
+
+
+def outputs(model, x):
+    """In training, then in evaluation, and what both left behind."""
+    model.train()
+    first = CALL(model, x)
+    model.eval()
+    return first, CALL(model, x), states(model)
+
+
+# --- Flax's by normjax's
+
+
+def test_norms_are_found_wherever_they_sit_and_shared_ones_changed_once():
+    model = nested()
+    before = variables(model)
+    report = replace(model)
+    assert sorted(change.path for change in report) == PATHS
+    assert all(re.fullmatch(r"flax\.nnx\.\w+Norm\(8.*\)", change.before) for change in report)
+    assert [change.after for change in report] == [change.before.replace("flax", "normjax") for change in report]
+    assert model.again is model.blocks[1].norm
+    norms = [node for _, node in flax_nnx.iter_modules(model) if type(node).__name__ in KINDS]
+    assert len(norms) == len(PATHS)
+    assert all(type(norm) is getattr(nnx, type(norm).__name__) for norm in norms)
+    after = variables(model)
+    assert after.keys() == before.keys()
+    assert all(after[path] is before[path] for path in before)
+    assert replace(model) == ()
+
+
+def test_the_model_answers_as_before_in_training_and_evaluation(rng, x64):
+    x, theirs, mine = batch(rng, 4, 6, 8), double(nested()), double(nested())
+    replace(mine)
+    for wanted, found in zip(jax.tree.leaves(outputs(theirs, x)), jax.tree.leaves(outputs(mine, x)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("row", RIGHT, ids=str)
+def test_a_replaced_norm_is_one_made_with_the_same_arguments(row):
+    settings = {"scale_metadata": {"note": "γ"}} if row.arguments.get("use_scale", True) else {}
+    replaced, made = row.nnx("flax", **settings), row.nnx("normjax", **settings)
+    (change,) = replace(replaced)
+    assert change.path == "(the model)"
+    assert flax_nnx.graphdef(replaced) == flax_nnx.graphdef(made)
+    for name in ("scale", "bias", "mean", "var"):
+        if getattr(made, name, None) is not None:
+            assert getattr(replaced, name).get_metadata() == getattr(made, name).get_metadata()
+
+
+def test_an_optimiser_made_before_goes_on_as_if_nothing_had_happened(rng, x64):
+    x, found = batch(rng, 4, 6, 8), {}
+    for replaced in (False, True):
+        model = double(Block(flax_nnx.Rngs(0)))
+        optimizer = flax_nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=flax_nnx.Param)
+        STEP(model, optimizer, x, jnp.sin(x))
+        if replaced:
+            assert len(replace(model)) == 1
+        losses = [STEP(model, optimizer, x, jnp.sin(x)) for _ in range(3)]
+        assert losses[2] < losses[0]
+        found[replaced] = losses, states(model)
+    for wanted, got in zip(jax.tree.leaves(found[False]), jax.tree.leaves(found[True]), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_checkpoint_of_the_model_before_loads_into_the_one_after(rng, x64):
+    x, old, new = batch(rng, 4, 6, 8), double(nested()), double(Nested(flax_nnx.Rngs(7)))
+    outputs(old, x)
+    replace(new)
+    flax_nnx.update(new, flax_nnx.state(old))
+    new.eval()
+    np.testing.assert_allclose(CALL(new, x), CALL(old, x), rtol=1e-6, atol=1e-6)
+
+
+def test_split_and_merge_clone_and_abstract_models_work_after(rng):
+    x, model = batch(rng, 4, 6, 8), nested()
+    replace(model)
+    model.eval()
+    for copy in (flax_nnx.merge(*flax_nnx.split(model)), flax_nnx.clone(model)):
+        np.testing.assert_array_equal(CALL(copy, x), CALL(model, x))
+
+    def make():
+        model = nested()
+        replace(model)
+        return model
+
+    abstract = flax_nnx.eval_shape(make)
+    assert flax_nnx.graphdef(abstract).nodes == flax_nnx.graphdef(make()).nodes
+    assert isinstance(abstract.again.mean.get_value(), jax.ShapeDtypeStruct)
+    replace(abstract, "frozen")  # nobody can know whether its statistics have moved
+
+
+def test_norms_stacked_by_vmap_are_replaced_too(rng):
+    x = batch(rng, 3, 4, 6, 8)
+    stack = flax_nnx.vmap(Block)(flax_nnx.Rngs(0).split(3))
+    run = flax_nnx.jit(flax_nnx.vmap(lambda block, x: block(x)))
+    wanted = run(stack, x)
+    assert replace(stack)[0].before == "flax.nnx.BatchNorm(8)"
+    close(run(stack, x), wanted, m=24)
+    assert replace(stack, "group", num_groups=2)[0].after == "normjax.nnx.GroupNorm(8, num_groups=2)"
+    assert run(stack, x).shape == x.shape
+
+
+# --- batch norms by group norms
+
+
+def test_batch_norms_become_group_norms_with_their_scale_bias_and_epsilon(rng):
+    x, model = batch(rng, 4, 6, 8), Block(flax_nnx.Rngs(0), epsilon=0.5)
+    scale, bias = model.norm.scale, model.norm.bias
+    report = replace(model, "group", num_groups=6)
+    assert report == (("norm", "flax.nnx.BatchNorm(8)", "normjax.nnx.GroupNorm(8, num_groups=4)"),)
+    assert model.norm.scale is scale
+    assert model.norm.bias is bias
+    made = nnx.GroupNorm(8, 4, epsilon=0.5, rngs=flax_nnx.Rngs(0))
+    made.scale.set_value(scale.get_value())
+    made.bias.set_value(bias.get_value())
+    assert flax_nnx.graphdef(model.norm) == flax_nnx.graphdef(made)
+    np.testing.assert_array_equal(model.norm(x), made(x))
+    assert [path[-1] for path in variables(model)] == ["bias", "kernel", "bias", "scale"]
+
+
+@pytest.mark.parametrize(
+    ("channels", "most", "groups"), [(72, 32, 24), (64, 32, 32), (48, 32, 24), (7, 5, 1), (4, 2, 2), (30, 8, 6)]
+)
+def test_the_groups_are_the_most_that_divide_and_are_not_above_the_number(channels, most, groups):
+    norm = nnx.BatchNorm(channels, rngs=flax_nnx.Rngs(0))
+    replace(norm, "group", num_groups=most)
+    assert norm.num_groups == groups
+
+
+@pytest.mark.parametrize("settings", [{"use_scale": False}, {"use_scale": False, "use_bias": False}])
+def test_a_group_norm_has_no_parameters_that_the_batch_norm_lacked(settings, rng):
+    norm, x = nnx.BatchNorm(8, **settings, zero_centered=True, rngs=flax_nnx.Rngs(0)), batch(rng, 4, 6, 8)
+    replace(norm, "group", num_groups=2)
+    np.testing.assert_array_equal(norm(x), nnx.GroupNorm(8, 2, epsilon=1e-5, **settings, rngs=flax_nnx.Rngs(0))(x))
+    assert norm.scale is None
+
+
+class Two(flax_nnx.Module):
+    """A batch norm on images and one on features, each of eight channels."""
+
+    def __init__(self, **settings):
+        rngs = flax_nnx.Rngs(0)
+        self.image = flax_nnx.BatchNorm(8, rngs=rngs, **settings)
+        self.drop = flax_nnx.Dropout(0.5, rngs=rngs)
+        self.features = flax_nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x, scale=None, *, double: bool = False):
+        assert isinstance(double, bool)
+        return self.features(self.drop(self.image(x)).mean((1, 2)))
+
+
+@pytest.mark.case(56)
+def test_groups_of_one_entry_are_refused_and_nothing_changes():
+    model = Two()
+    before = flax_nnx.graphdef(model)
+    with pytest.raises(ValueError, match="one entry") as error:
+        replace(model, "group")
+    lines = str(error.value).splitlines()
+    assert lines[0] == "replace: to='group' is refused, and nothing changed:"
+    assert [line.split(":")[0] for line in lines[1:]] == ["  - features", "  - image"]
+    assert all(
+        "unless x has positions, which `example` would show; num_groups=4 gives more" in line for line in lines[1:]
+    )
+    assert flax_nnx.graphdef(model) == before
+    assert len(replace(model, "group", num_groups=4)) == 2
+
+
+@pytest.mark.case(56)
+def test_an_example_shows_which_norms_have_positions():
+    x = jax.ShapeDtypeStruct((2, 4, 4, 8), jnp.float32)
+    model = Two(axis=3)
+    model.train()
+    with pytest.raises(ValueError, match="nothing changed") as error:
+        replace(model, "group", example=(x, None))
+    (line,) = str(error.value).splitlines()[1:]
+    assert line.startswith("  - features: 8 channels in 8 groups are groups of one entry")
+    assert "x has shape (2, 8); num_groups=4" in line
+    assert model.drop.deterministic is False
+    only = flax_nnx.PathContains("image")
+    (change,) = replace(model, "group", example=(x,), only=only)
+    assert change == ("image", "flax.nnx.BatchNorm(8)", "normjax.nnx.GroupNorm(8, num_groups=8)")
+    assert isinstance(model.features, flax_nnx.BatchNorm)
+
+
+def test_an_example_that_the_model_cannot_take_says_where_it_failed():
+    with pytest.raises(TypeError) as error:
+        replace(Two(), "group", example=(1, 2, 3, 4))
+    assert "traced in evaluation on `example`" in " ".join(error.value.__notes__)
+
+
+# --- synchronised
+
+
+def test_a_synchronised_model_on_eight_devices_is_the_model_on_one(rng):
+    x = batch(rng, 16, 6, 8)
+    alone, apart = Block(flax_nnx.Rngs(0), momentum=0.5), Block(flax_nnx.Rngs(0), momentum=0.5)
+    (change,) = replace(apart, "sync", axis_name="data")
+    assert change.after == "normjax.nnx.BatchNorm(8, axis_name='data')"
+    wanted = alone(x)
+    graph, state = flax_nnx.split(apart)
+
+    def run(state, x):
+        model = flax_nnx.merge(graph, state)
+        y = model(x)
+        return y, flax_nnx.state(model, flax_nnx.BatchStat)
+
+    mesh = make_mesh(("data",), (8,))
+    options = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": (P("data"), P())}
+    y, stats = jax.jit(jax.shard_map(run, **options))(state, x)
+    close(y, wanted, m=96)
+    for name in ("mean", "var"):
+        close(stats["norm"][name].get_value(), getattr(alone.norm, name)[...], m=96)
+
+
+def test_synchronised_over_more_axes_than_before_and_twice_the_same():
+    norm = nnx.BatchNorm(8, axis_name="data", rngs=flax_nnx.Rngs(0))
+    assert replace(norm, "sync", axis_name="data") == ()
+    assert replace(norm, "sync", axis_name=["data", "model"])[0].after.endswith("axis_name=('data', 'model'))")
+    with pytest.raises(ValueError, match=r"already; name that in axis_name, too"):
+        replace(norm, "sync", axis_name="model")
+
+
+# --- frozen
+
+
+def trained(rng) -> tuple[Block, jax.Array]:
+    x, model = batch(rng, 4, 6, 8) + 1, Block(flax_nnx.Rngs(0), momentum=0.5)
+    model(x)
+    return model, x
+
+
+@pytest.mark.case(78)
+def test_a_frozen_model_trains_by_running_statistics_that_stay(rng):
+    model, x = trained(rng)
+    optimizer = flax_nnx.Optimizer(model, optax.sgd(0.1), wrt=flax_nnx.Param)
+    model.eval()
+    wanted, stats = model(x), flax_nnx.state(model, flax_nnx.BatchStat)
+    (change,) = replace(model, "frozen")
+    assert change.after == "normjax.nnx.FrozenBatchNorm(8)"
+    model.train()
+    np.testing.assert_allclose(model(x), wanted, atol=1e-6)
+    np.testing.assert_allclose(model.norm(model.linear(x), use_running_average=False), model.norm(model.linear(x)))
+    old = states(model)
+    step = STEP
+    loss = step(model, optimizer, x, jnp.zeros(x.shape))
+    assert step(model, optimizer, x, jnp.zeros(x.shape)) < loss
+    new = states(model)
+    for name in ("mean", "var"):
+        np.testing.assert_array_equal(new["norm"][name], stats["norm"][name].get_value())
+    for name in ("scale", "bias"):
+        assert np.abs(new["norm"][name] - old["norm"][name]).max() > 1e-4
+    assert replace(model, "frozen") == ()
+    assert replace(model) == ()
+
+
+def test_frozen_parameters_are_left_alone_by_an_optimiser_made_after(rng):
+    model, x = trained(rng)
+    model.twin = flax_nnx.BatchNorm(8, rngs=flax_nnx.Rngs(0))
+    model.twin.scale = model.norm.scale
+    model.twin.mean.set_value(jnp.ones(8))
+    report = replace(model, "frozen", train_params=False)
+    assert [change.after for change in report] == ["normjax.nnx.FrozenBatchNorm(8, train_params=False)"] * 2
+    assert model.norm.scale is model.twin.scale
+    optimizer = flax_nnx.Optimizer(model, optax.adamw(0.1, weight_decay=0.5), wrt=flax_nnx.Param)
+    old = states(model)
+    STEP(model, optimizer, x, jnp.zeros(x.shape))
+    new = states(model)
+    jax.tree.map(np.testing.assert_array_equal, new["norm"], old["norm"])
+    assert np.any(new["linear"]["kernel"] != old["linear"]["kernel"])
+    assert list(flax_nnx.to_pure_dict(flax_nnx.state(model, flax_nnx.Param))) == ["linear"]
+
+
+def test_a_frozen_norm_pools_over_no_mapped_axis(rng):
+    model, x = trained(rng)
+    replace(model, "sync", axis_name="data")
+    assert replace(model, "frozen")[0].before == "normjax.nnx.BatchNorm(8, axis_name='data')"
+    assert model(x).shape == x.shape
+
+
+# --- what is refused
+
+
+class Mine(flax_nnx.BatchNorm):
+    pass
+
+
+class Ours(nnx.BatchNorm):
+    pass
+
+
+def moved(kind=nnx.BatchNorm, **settings):
+    norm = kind(8, rngs=flax_nnx.Rngs(0), **settings)
+    norm.mean.set_value(jnp.ones(8))
+    return norm
+
+
+def frozen():
+    norm = moved()
+    replace(norm, "frozen")
+    return norm
+
+
+def tied():
+    model = flax_nnx.Sequential(moved(), flax_nnx.LayerNorm(8, rngs=flax_nnx.Rngs(0)))
+    model.layers[1].bias = model.layers[0].bias
+    return model
+
+
+def called_with_a_mode():
+    class Model(flax_nnx.Module):
+        def __init__(self):
+            self.norm = moved()
+
+        def __call__(self, x):
+            return self.norm(x, use_running_average=False)
+
+    return Model()
+
+
+X = jnp.ones((2, 4, 8))
+
+
+@pytest.mark.parametrize(
+    ("make", "to", "options", "words"),
+    [
+        (lambda: moved(Mine), None, {}, "(the model): Mine is a subclass, and what it adds would be lost"),
+        (lambda: moved(Ours), "frozen", {}, "Ours is a subclass"),
+        (lambda: moved(axis=1), "group", {"num_groups": 2}, "has axis=1; of a group norm the channels are last"),
+        (lambda: moved(axis=(1, 2)), "group", {"num_groups": 2}, "has axis=(1, 2)"),
+        (lambda: moved(axis=1), "group", {"example": (X[:, 0],), "num_groups": 8}, "x has shape (2, 8)"),
+        (lambda: moved(axis=-2), "group", {"example": (X.swapaxes(1, 2),)}, "has axis=-2 and x of shape (2, 8, 4)"),
+        (lambda: moved(), "group", {"example": (X[0, 0],)}, "has axis=-1 and x of shape (8,)"),
+        (called_with_a_mode, "group", {"example": (X,)}, "norm: is called with use_running_average"),
+        (lambda: moved(axis_name="data"), "group", {"num_groups": 2}, "pools over the mapped axis 'data'"),
+        (lambda: moved(layout="N C", axis_names="N"), "group", {"num_groups": 2}, "has layout='N C'"),
+        (lambda: moved(promote_dtype=lambda x, dtype: x), "group", {"num_groups": 2}, "has a promote_dtype of its own"),
+        (frozen, "group", {"num_groups": 2}, "is frozen"),
+        (frozen, "sync", {"axis_name": "data"}, "is frozen, and pools nothing"),
+        (lambda: moved(axis_index_groups=[[0]]), "sync", {"axis_name": "data"}, "they would begin to count"),
+        (lambda: nested(), "frozen", {}, "blocks.0.norm: its running statistics are still 0 and 1"),
+        (tied, "frozen", {"train_params": False}, "layers.0: its bias is also layers.1.bias"),
+        (lambda: nested(), "group", {"only": flax_nnx.PathContains("heads")}, "leaves out again, blocks.0.norm"),
+        (lambda: flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)), None, {}, "there is no norm of flax.nnx or normjax.nnx"),
+        (lambda: nnx.LayerNorm(8, rngs=flax_nnx.Rngs(0)), "group", {}, "there is no batch norm"),
+        (nested, "sync", {}, 'give axis_name for to="sync"'),
+        (nested, "group", {"axis_name": "data"}, "and for nothing else"),
+    ],
+)
+def test_what_would_change_meaning_is_refused_and_changes_nothing(make, to, options, words):
+    model = make()
+    before, held = flax_nnx.graphdef(model), variables(model)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        replace(model, to, **options)
+    assert flax_nnx.graphdef(model) == before
+    after = variables(model)
+    assert all(after[path] is held[path] for path in held)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        (("batch",), {}, "to must be None"),
+        (("group",), {"num_groups": 0}, "num_groups must be a positive integer; got 0"),
+        (("group",), {"num_groups": 4.0}, "num_groups must be a positive integer; got 4.0"),
+        (("group",), {"example": X}, "example must be a tuple of the arguments, such as (x,)"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments, options, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        replace(nested(), *arguments, **options)
+
+
+def test_a_model_of_another_trace_is_refused_before_anything_changes():
+    model = nested()
+    before = flax_nnx.graphdef(model)
+    with pytest.raises(flax_nnx.errors.TraceContextError if hasattr(flax_nnx, "errors") else Exception, match="trace"):
+        jax.jit(lambda: replace(model) and 0)()
+    assert flax_nnx.graphdef(model) == before
+    with pytest.raises(ValueError, match="Expected a node of type"):
+        flax_nnx.jit(lambda model: replace(model) and 0)(model)
+
+
+def test_a_subclass_of_ours_stays_as_it_is_and_others_around_it_change():
+    model = flax_nnx.Sequential(moved(Ours), flax_nnx.LayerNorm(8, rngs=flax_nnx.Rngs(0)), moved(Mine))
+    (change,) = replace(model, only=lambda path, norm: not isinstance(norm, Mine))
+    assert change.path == "layers.1"
+    assert [type(layer) for layer in model.layers] == [Ours, nnx.LayerNorm, Mine]
+
+
+def test_the_report_is_a_table():
+    model = flax_nnx.Sequential(
+        *(NNX[lib].BatchNorm(n, rngs=flax_nnx.Rngs(0)) for lib, n in [("flax", 8), ("normjax", 64)])
+    )
+    model.layers[0].note = "kept"
+    report = replace(model, "group", num_groups=4)
+    assert str(report).splitlines() == [
+        "layers.0  flax.nnx.BatchNorm(8)     -> normjax.nnx.GroupNorm(8, num_groups=4)",
+        "layers.1  normjax.nnx.BatchNorm(64) -> normjax.nnx.GroupNorm(64, num_groups=4)",
+    ]
+    assert model.layers[0].note == "kept"
+    assert report[1].path == "layers.1"
+    assert str(replace(model)) == ""
