@@ -1,6 +1,7 @@
 """The `normjax` command: 0 done, 2 bad input in one line on standard error, 130 interrupted with everything saved."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -28,26 +29,49 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks, a path's letters say, is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        status = _command(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except _UsageError as error:
+        return _complain(f"normjax: error: {error}", 2)
+    except KeyboardInterrupt:
+        return _complain("normjax: interrupted before training began; nothing was changed", 130)
+    except BrokenPipeError:  # whoever read our output went away
+        _drop_output()
+        return 1
+    except OSError as error:
+        _drop_output()
+        return _complain(f"normjax: error: {error}", 1)
+
+
+def _command(arguments: list[str]) -> int:
     try:
         if arguments and arguments[0] in _COMMANDS:
             return _train(arguments[1:])
         _top_parser().parse_args(arguments)
-        raise _UsageError(f"which command? One of: {', '.join(_COMMANDS)}; normjax --help says more")
-    except _UsageError as error:
-        return _complain(f"normjax: error: {error}", 2)
     except SystemExit as done:  # argparse's way to end --help and --version
         return int(done.code or 0)
-    except KeyboardInterrupt:
-        return _complain("normjax: interrupted before training began; nothing was changed", 130)
-    except BrokenPipeError:  # whoever read our output went away; the interpreter would complain at its last flush
+    raise _UsageError(f"which command? One of: {', '.join(_COMMANDS)}; normjax --help says more")
+
+
+def _drop_output() -> None:
+    """Where what was printed cannot be written, keep the interpreter from complaining at its last flush."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
-        return _complain(f"normjax: error: {error}", 1)
 
 
 def _complain(message: str, status: int) -> int:
-    print(message, file=sys.stderr, flush=True)
+    """Print one line, whatever line breaks and control characters an argument brought into it."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    print(line, file=sys.stderr, flush=True)
     return status
 
 
@@ -136,15 +160,15 @@ def _run(source: str | None, out: Path | None, resume: Path | None, overrides: d
         if resume is not None:
             config = runs.resumed_config(resume, source, overrides)
             path = resume
-            devices.make_cpu_devices(config.devices)  # before orbax starts JAX
-            folder = stack.enter_context(runs.RunFolder.reopen(path, config))
         else:
             config = configs.load(str(source), overrides)
             path = out or runs.next_folder(str(source))
             runs.check_free(path)
-            devices.make_cpu_devices(config.devices)
-            folder = None
+        devices.make_cpu_devices(config.devices)  # before orbax starts JAX
         digits = load_digits(config)
+        folder = None
+        if resume is not None:
+            folder = stack.enter_context(runs.RunFolder.reopen(path, config, train.steps_per_epoch(config, digits)))
         built = train.build(config, digits)
         stop = stack.enter_context(train.stop_on_interrupt())
         folder = folder or stack.enter_context(runs.RunFolder.create(path, config))

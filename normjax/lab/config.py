@@ -1,6 +1,7 @@
 """Configuration: TOML, overridden key by key, becomes frozen dataclasses; what does not fit is a UserError."""
 
 import dataclasses
+import datetime
 import json
 import math
 import tomllib
@@ -182,6 +183,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give a readable TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: is not TOML: {error}; mend that place of the file") from None
+    except RecursionError:
+        raise UserError(f"{path}: nests lists or tables too deep to read; no key needs a list of lists") from None
+    except ValueError:  # Python reads no decimal number of more than some thousand digits
+        raise UserError(f"{path}: holds a number too long to read; write it with fewer digits") from None
 
 
 def resolve(raw: Mapping[str, Any], source: str, overrides: Mapping[str, str]) -> Config:
@@ -216,7 +221,7 @@ def _by_table(raw: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
         if isinstance(value, dict) and name not in TABLES:
             raise UserError(f"{source}: unknown table [{name}]; the tables are {', '.join(t for t in TABLES if t)}")
         if name in TABLES and not isinstance(value, dict):
-            raise UserError(f"{source}: {name} must be a table, [{name}], not {value!r}")
+            raise UserError(f"{source}: {name} must be a table, [{name}], not {shown(value)}")
         tree[name if isinstance(value, dict) else ""] |= value if isinstance(value, dict) else {name: value}
     for table, values in tree.items():
         for name in values:
@@ -237,7 +242,7 @@ def _parse_overrides(overrides: Mapping[str, str]) -> dict[str, Any]:
         try:
             parsed[key] = _from_text(text, hints[key])
         except ValueError:
-            raise UserError(f"--{key}: expected {_describe(hints[key])}, not {text!r}") from None
+            raise UserError(f"--{key}: expected {_describe(hints[key])}, not {shown(text)}") from None
     return parsed
 
 
@@ -257,12 +262,15 @@ def _from_text(text: str, hint: Any) -> Any:
 def _typed(value: Any, hint: Any, source: str, key: str) -> Any:
     """`value` as `hint`; a whole number is a float too, but a boolean is never a number."""
     if hint is float and type(value) in (int, float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf  # as the same digits with a point; no key may be infinite
     if hint in (int, bool, str) and type(value) is hint:
         return value
     if hint == tuple[int, ...] and isinstance(value, list | tuple) and all(type(v) is int for v in value):
         return tuple(value)
-    raise UserError(f"{source}: {key} must be {_describe(hint)}, not {value!r} ({type(value).__name__})")
+    raise UserError(f"{source}: {key} must be {_describe(hint)}, not {shown(value)}")
 
 
 def _describe(hint: Any) -> str:
@@ -270,6 +278,21 @@ def _describe(hint: Any) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
         hint, "whole numbers (16,32 on the command line, [16, 32] in a file)"
     )
+
+
+def shown(value: Any) -> str:
+    """A value as a TOML file has it, short enough for one line: 0.5, true, [16, 32], 'batch'."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{...}"
+    if isinstance(value, list | tuple):
+        text = f"[{', '.join('[...]' if isinstance(item, list | tuple) else shown(item) for item in value)}]"
+    elif isinstance(value, int) and value.bit_length() > 200:  # Python prints no number of thousands of digits
+        return f"a number of about {round(value.bit_length() * math.log10(2))} digits"
+    else:
+        text = value.isoformat() if isinstance(value, datetime.date | datetime.time) else repr(value)
+    return text if len(text) <= 80 else f"{text[:38]} ... {text[-38:]}"
 
 
 def _check(config: Config, source: str) -> None:
@@ -302,7 +325,7 @@ def _check(config: Config, source: str) -> None:
     ]
     for key, value, holds, allowed in rules:
         if not holds:
-            raise UserError(f"{source}: {key} is {value!r}; it must be {allowed}")
+            raise UserError(f"{source}: {key} is {shown(value)}; it must be {allowed}")
     _check_devices(config, source)
 
 

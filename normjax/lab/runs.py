@@ -1,15 +1,19 @@
 """A run folder: the resolved config, one metrics line a step, and checkpoints; a crash at any moment leaves it whole.
 
-Files are written beside their place and moved there; the metrics are on disk before the checkpoint that counts them;
-what a crash left of steps after the last checkpoint is cut off when the run goes on.
+Files are written beside their place and moved there; the metrics are on disk before the checkpoint that counts them; a
+checkpoint counts once its digests are there, which come last, and only then is the one before it dropped. What a crash
+left of steps after the last checkpoint is cut off when the run goes on.
 """
 
 import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
+import re
 import shlex
+import shutil
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +35,33 @@ def next_folder(source: str, root: Path = Path("runs")) -> Path:
     return next(path for n in itertools.count(1) if not (path := root / f"{stem}-{n:03d}").exists())
 
 
+# Orbax takes its path for a pattern or a bucket's address, or turns \ into /: its files land elsewhere or nowhere.
+_LOST_BY_ORBAX = re.compile(r"[*?\[\]\\]|:/|^/(?:gs|s3|az|hf)(?:/|$)")
+_STEP = re.compile(r"0|[1-9]\d*", re.ASCII)
+
+
+def _check_path(option: str, folder: Path) -> None:
+    """Refuse a path that no folder can have, or under which orbax loses what it writes."""
+    whole = str(folder.absolute())
+    try:
+        whole.encode()
+        folder.lstat()
+    except ValueError:
+        raise UserError(f"{option} {folder}: {whole!r} is no text in UTF-8; give another name") from None
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise UserError(f"{option} {folder}: cannot be used ({error.strerror}); give another name") from None
+    if found := _LOST_BY_ORBAX.search(whole):
+        raise UserError(
+            f"{option} {folder}: orbax cannot keep checkpoints under a path with {found.group()!r}, as in {whole!r}; "
+            "give another place"
+        )
+
+
 def check_free(folder: Path) -> None:
-    """Refuse a folder that holds something already."""
+    """Refuse a folder that holds something already, or that cannot be made."""
+    _check_path("--out", folder)
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if (folder / CONFIG).exists():
@@ -53,10 +82,16 @@ def resume_command(folder: Path) -> str:
 
 def resumed_config(folder: Path, source: str | None, overrides: Mapping[str, str]) -> Config:
     """The config of an existing run, which whatever else the command line gives must agree with, but for `devices`."""
+    _check_path("--resume", folder)
     if not folder.is_dir():
         raise UserError(f"--resume {folder}: no such run folder; give the folder that --out named")
     if not (folder / CONFIG).is_file():
         raise UserError(f"--resume {folder}: has no {CONFIG}, so it is not a run folder; give the one that --out named")
+    for path in (folder / METRICS, folder / CURVES):
+        if taken := next((p for p in (path, _temporary(path)) if p.is_dir()), None):
+            raise UserError(f"--resume {folder}: {taken.name} is a folder where the run writes a file; move it away")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--resume {folder}: cannot be written; allow it, or copy the folder to another place")
     stored = configs.load(str(folder / CONFIG))
     asked = configs.load(source or str(folder / CONFIG), overrides)
     _agree(folder, asked, stored, "the run", "leave that out, or start a new run without --resume")
@@ -67,7 +102,9 @@ def _agree(folder: Path, asked: Config, stored: Config, whose: str, mend: str) -
     """Refuse to go on under another config; how many devices share the work is no part of what is computed."""
     asked = dataclasses.replace(asked, devices=stored.devices)
     if found := configs.differences(asked, stored):
-        shown = ", ".join(f"{key} is {here!r} here and {there!r} in {whose}" for key, here, there in found)
+        shown = ", ".join(
+            f"{key} is {configs.shown(here)} here and {configs.shown(there)} in {whose}" for key, here, there in found
+        )
         raise UserError(f"--resume {folder}: the config differs: {shown}; {mend}")
 
 
@@ -78,9 +115,10 @@ class RunFolder:
         """Open the checkpoints of a folder that exists; `begin` opens the metrics."""
         self.path = path
         # Orbax wants an absolute path, writes to a temporary folder and renames it: no half checkpoint has the name.
-        options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False, create=True)
+        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, create=True)
         self._manager = ocp.CheckpointManager((path / CHECKPOINTS).absolute(), options=options)
         self._metrics: TextIO | None = None
+        self._step = 0  # of the newest whole checkpoint
 
     @classmethod
     def create(cls, path: Path, config: Config) -> "RunFolder":
@@ -94,17 +132,20 @@ class RunFolder:
         return cls(path)
 
     @classmethod
-    def reopen(cls, path: Path, config: Config) -> "RunFolder":
-        """An existing folder with a checkpoint of the same config and the metrics that led there."""
-        steps = [int(found.name) for found in (path / CHECKPOINTS).glob("*") if found.name.isdigit()]
+    def reopen(cls, path: Path, config: Config, per_epoch: int) -> "RunFolder":
+        """An existing folder with a checkpoint of the same config, and metrics in epochs of `per_epoch` steps."""
+        steps = _steps(path)
         if not steps:
             raise UserError(f"--resume {path}: holds no checkpoint yet; start anew: normjax train {path / CONFIG}")
-        step = max(steps)
-        if [record["step"] for record in read_metrics(path)[:step]] != list(range(1, step + 1)):
-            raise UserError(f"--resume {path}: {METRICS} lacks steps up to {step}; it was changed: start a new run")
+        whole = [step for step in steps if (path / CHECKPOINTS / str(step) / DIGESTS).exists()]
+        if not whole:
+            reason = f"{DIGESTS} is missing, without which nobody can tell whether the other files are whole"
+            raise _unreadable(path, max(steps), reason)
         folder = cls(path)
+        folder._step = max(whole)
         saved = folder._read("config", ocp.args.JsonRestore())
         _agree(path, config, configs.resolve(saved, "checkpoint", {}), "its checkpoint", f"mend {path / CONFIG}")
+        _check_metrics(path, folder._step, config, per_epoch)
         return folder
 
     def __enter__(self) -> "RunFolder":
@@ -116,7 +157,8 @@ class RunFolder:
         self._manager.close()
 
     def begin(self, step: int) -> None:
-        """Cut the metrics off after `step` records and open them for more."""
+        """Cut off what is later than `step`, and open the metrics for more."""
+        self._keep_only(step)
         kept = read_metrics(self.path)[:step]
         write_atomically(self.path / METRICS, "".join(_line(record) for record in kept).encode())
         self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
@@ -137,6 +179,14 @@ class RunFolder:
         self._manager.save(step, args=ocp.args.Composite(state=state_item, config=config_item))
         self._manager.wait_until_finished()
         self._write_digests(step)
+        self._keep_only(step)
+
+    def _keep_only(self, step: int) -> None:
+        """Drop the checkpoints of other steps, whatever is left of them."""
+        for other in _steps(self.path):
+            if other != step:
+                shutil.rmtree(self.path / CHECKPOINTS / str(other))
+        self._manager.reload()
 
     def restore(self, target: Any) -> Any:
         """The newest checkpoint, in the structure and dtypes of `target`."""
@@ -144,14 +194,13 @@ class RunFolder:
 
     def _read(self, item: str, args: Any) -> Any:
         """One item of the newest checkpoint."""
-        step = self._manager.latest_step()
-        assert step is not None  # `reopen` has seen a checkpoint
+        step = self._step
         self._check_digests(step)
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
         except Exception as error:  # orbax and tensorstore raise many kinds; the first line says which file
             said = str(error).partition(" [tensorstore_spec")[0] or type(error).__name__
-            raise self._unreadable(step, textwrap.shorten(said, 240, placeholder=" …")) from error
+            raise _unreadable(self.path, step, textwrap.shorten(said, 240, placeholder=" …")) from error
 
     def _write_digests(self, step: int) -> None:
         """Beside the files, their digests: where orbax meets a damaged one, its threads go on to print tracebacks."""
@@ -161,35 +210,77 @@ class RunFolder:
 
     def _check_digests(self, step: int) -> None:
         root = self.path / CHECKPOINTS / str(step)
-        if not (root / DIGESTS).exists():  # the run ended between the checkpoint and its digests
-            return
         try:
-            damaged = [
-                name
-                for name, digest in json.loads((root / DIGESTS).read_bytes()).items()
-                if _digest(root / name) != digest
-            ]
-        except (OSError, ValueError) as error:
-            raise self._unreadable(step, str(error)) from error
-        if damaged:
-            raise self._unreadable(step, f"{damaged[0]} is not what was written")
+            digests = json.loads((root / DIGESTS).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            digests = None
+        if not isinstance(digests, dict) or not digests:
+            raise _unreadable(self.path, step, f"{DIGESTS} is not what was written")
+        for name, digest in digests.items():
+            try:
+                whole = _digest(root / name) == digest
+            except (OSError, ValueError):
+                whole = False
+            if not whole:
+                raise _unreadable(self.path, step, f"{name} is not what was written")
 
-    def _unreadable(self, step: int, reason: str) -> UserError:
-        return UserError(f"--resume {self.path}: checkpoint {step} cannot be read; start a new run ({reason})")
+
+def _steps(folder: Path) -> list[int]:
+    """Steps after which there is a checkpoint, whole or not."""
+    return [int(found.name) for found in (folder / CHECKPOINTS).glob("*") if _STEP.fullmatch(found.name)]
+
+
+def _unreadable(folder: Path, step: int, reason: str) -> UserError:
+    return UserError(f"--resume {folder}: checkpoint {step} cannot be read; start a new run ({reason})")
+
+
+def metric_names(config: Config, *, ends_epoch: bool) -> set[str]:
+    """The names on one line of the metrics."""
+    names = {"step", "epoch", "loss", "accuracy"}
+    names |= {"held_out_loss", "held_out_accuracy"} if ends_epoch else set()
+    if config.norm.keeps_statistics:
+        names |= {"batch_mean", "running_mean"} | ({"held_out_accuracy_batch_stats"} if ends_epoch else set())
+    return names
+
+
+def _check_metrics(folder: Path, step: int, config: Config, per_epoch: int) -> None:
+    """Refuse to go on from `step` unless each line up to there is what the run wrote."""
+    records = read_metrics(folder)[:step]
+    for number, record in enumerate(records, 1):
+        ends_epoch = number % per_epoch == 0
+        place = {"step": number, "epoch": -(-number // per_epoch)}
+        numbers = all(type(value) in (int, float) and abs(value) < math.inf for value in record.values())
+        if not numbers or place.items() - record.items() or set(record) != metric_names(config, ends_epoch=ends_epoch):
+            raise UserError(
+                f"--resume {folder}: line {number} of {METRICS} is not what step {number} wrote; "
+                "it was changed: start a new run"
+            )
+    if len(records) < step:
+        raise UserError(
+            f"--resume {folder}: checkpoint {step} is later than {METRICS}, which has {len(records)} whole lines; "
+            "one of the two was changed: start a new run"
+        )
 
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that its name never stands for half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Write a file so that its name never stands for half of it; an OSError names the file."""
+    temporary = _temporary(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -202,7 +293,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     for line in content.splitlines(keepends=True):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not line.endswith(b"\n") or not isinstance(record, dict) or "step" not in record:
             break

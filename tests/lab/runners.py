@@ -10,6 +10,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from normjax.lab.config import Config
+from normjax.lab.data import Digits
+from normjax.lab.runs import RunFolder
+from normjax.lab.train import steps_per_epoch
+
 ROOT = Path(__file__).parents[2]
 # Three epochs of many small steps: long enough to be interrupted in the middle of one.
 TINY = ["digits", "--model.features", "2", "--train.epochs", "3", "--train.batch_size", "8"]
@@ -27,6 +32,13 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen:
         text=True,
         **options,
     )
+
+
+def opened(path: Path, config: Config, digits: Digits, *, resume: bool) -> RunFolder:
+    """A run folder, new or to go on with."""
+    if resume:
+        return RunFolder.reopen(path, config, steps_per_epoch(config, digits))
+    return RunFolder.create(path, config)
 
 
 def checkpoint(folder: Path) -> tuple[int, dict[str, tuple[str, bytes]]]:

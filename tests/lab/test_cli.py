@@ -1,4 +1,5 @@
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 import normjax
 from normjax.cli import main
-from tests.lab.runners import TINY, start, tree
+from tests.lab.runners import ROOT, TINY, start, tree
 
 
 def test_version_prints_the_version(capsys):
@@ -77,6 +78,18 @@ BAD_INPUT = {
     "train digits --out taken.txt": "--out taken.txt: exists already and is not an empty folder; name another",
     "train digits --out taken.txt/run": "--out taken.txt/run: no folder can be made in ",
     "train digits --out old": "--out old: this run folder exists; go on with it by normjax train --resume old, or name",
+    "train digits --out bad\udcffname": "bad\\udcffname' is no text in UTF-8; give another name",
+    "train digits --out " + "a" * 300: "cannot be used (File name too long); give another name",
+    "train digits --out here/a*b": "here/a*b: orbax cannot keep checkpoints under a path with '*', as in ",
+    "train digits --out what?": "orbax cannot keep checkpoints under a path with '?', as in ",
+    "train digits --out [1]": "orbax cannot keep checkpoints under a path with '[', as in ",
+    "train digits --out a\\b": "orbax cannot keep checkpoints under a path with '\\\\', as in ",
+    "train digits --out gs://bucket/run": "orbax cannot keep checkpoints under a path with ':/', as in ",
+    "train digits --out /s3/bucket": "orbax cannot keep checkpoints under a path with '/s3/', as in ",
+    "train --resume bad\udcffname": "--resume bad\\udcffname: ",
+    "train --resume " + "a" * 300: "cannot be used (File name too long); give another name",
+    "train --resume [1]": "--resume [1]: orbax cannot keep checkpoints under a path with '[', as in ",
+    "train digits --new\u2028line\x1b": "unknown option --new\\u2028line\\x1b; the options are ",
     "train --out here --resume old": "--out and --resume exclude each other; --resume DIR writes into DIR",
     "train --resume absent": "--resume absent: no such run folder; give the folder that --out named",
     "train --resume taken": "--resume taken: has no config.toml, so it is not a run folder; give the one that --out",
@@ -86,16 +99,16 @@ BAD_INPUT = {
 }
 
 
-@pytest.mark.parametrize("arguments", BAD_INPUT)
+@pytest.mark.parametrize("arguments", BAD_INPUT, ids=lambda arguments: arguments[:60])
 def test_bad_input_is_one_line_on_stderr_exit_2_and_changes_nothing_on_disk(arguments, folder, capsys):
     jax.devices()  # a JAX that has started makes no further ones
     before = tree(folder)
-    assert main([word.replace("+", " ") for word in arguments.split()]) == 2
+    assert main([word.replace("+", " ") for word in arguments.split(" ") if word]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("normjax: error: ")
     assert BAD_INPUT[arguments].replace("N+HW", "N HW") in printed.err
-    assert printed.err.count("\n") == 1
+    assert len(printed.err.splitlines()) == 1
     assert tree(folder) == before
 
 
@@ -126,6 +139,17 @@ def test_the_library_does_not_import_the_lab_or_the_command():
     code = "import sys, normjax; print([n for n in sys.modules if n.startswith(('normjax.lab', 'normjax.cli'))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["train", "--help"]])
+def test_a_reader_that_went_away_gets_no_complaint(arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    gone, output = os.pipe()
+    os.close(gone)
+    command = [sys.executable, "-m", "normjax", *arguments]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, env=environment, cwd=ROOT, check=False)
+    os.close(output)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_an_interrupt_before_training_says_so_and_exits_130(monkeypatch, capsys, tmp_path):

@@ -108,16 +108,19 @@ def test_a_name_of_the_layout_is_no_name_for_devices():
 
 
 BAD_FILES = {
-    "seed = 0.5": "seed must be a whole number, not 0.5 (float)",
-    "seed = true": "seed must be a whole number, not True (bool)",
+    "seed = 0.5": "seed must be a whole number, not 0.5",
+    "seed = true": "seed must be a whole number, not true",
+    "seed = 2015-02-11": "seed must be a whole number, not 2015-02-11",
+    "seed = [[1], true]": "seed must be a whole number, not [[...], true]",
+    "seed = [{a = 1}]": "seed must be a whole number, not [{...}]",
     "norm = 3": "norm must be a table, [norm], not 3",
     "sead = 0": "unknown key sead; the keys of the top level are seed",
     "[norms]\nfamily = 'batch'": "unknown table [norms]; the tables are data, model, norm, train",
     "[norm]\naxes = 'N'": "unknown key norm.axes; the keys of [norm] are family, layout, axis_names, channel",
     "[norm]\nfamily = 'batsch'": "norm.family is 'batsch'; it must be one of batch, layer, instance, group, rms, none",
-    "[norm]\nfamily = ['batch']": "norm.family must be text, not ['batch'] (list)",
-    "[norm]\nbias = 1": "norm.bias must be true or false, not 1 (int)",
-    "[norm]\neps = '1e-5'": "norm.eps must be a number, not '1e-5' (str)",
+    "[norm]\nfamily = ['batch']": "norm.family must be text, not ['batch']",
+    "[norm]\nbias = 1": "norm.bias must be true or false, not 1",
+    "[norm]\neps = '1e-5'": "norm.eps must be a number, not '1e-5'",
     "[norm]\neps = nan": "norm.eps is nan; it must be zero or more",
     "[norm]\nnew_weight = 0": "norm.new_weight is 0.0; it must be above 0 and at most 1",
     "[norm]\nchannel = 'dtype'": "norm.channel is 'dtype'; it must be one axis name, such as C",
@@ -145,6 +148,31 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line_that_says_what_and_how(
     assert "\n" not in str(caught.value)
 
 
+LONG = "1" * 5000
+TOO_LONG = {
+    "decimal": (f"seed = {LONG}", "holds a number too long to read; write it with fewer digits"),
+    "hexadecimal": (f"seed = 0x{LONG}", "seed is a number of about 6020 digits; it must be between 0 and 2147483647"),
+    "learning rate": (f"[train]\nlearning_rate = {LONG[:400]}", "train.learning_rate is inf; it must be above zero"),
+    "weight decay": (f"[train]\nweight_decay = -{LONG[:400]}", "train.weight_decay is -inf; it must be zero or more"),
+    "text": (f"[norm]\nfamily = '{LONG}'", f"norm.family is '{LONG[:37]} ... {LONG[:37]}'; it must be one of batch, "),
+    "features": (f"[model]\nfeatures = [{'1, ' * 5000}]", "model.features is [1, 1, 1, "),
+    "deep list": (f"seed = {'[' * 100_000}{']' * 100_000}", "nests lists or tables too deep to read; no key needs a"),
+    "deep table": (f"seed = {'{a = ' * 100_000}1{'}' * 100_000}", "nests lists or tables too deep to read; no key"),
+}
+
+
+@pytest.mark.parametrize("case", TOO_LONG)
+def test_a_value_too_long_to_read_or_to_show_is_refused_in_a_short_line(case, tmp_path):
+    content, words = TOO_LONG[case]
+    path = tmp_path / "mine.toml"
+    path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        configs.load(str(path))
+    said = str(caught.value).removeprefix(f"{path}: ")
+    assert said.startswith(words)
+    assert len(said) < 200
+
+
 def test_a_file_that_is_not_utf8_is_refused(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_bytes(b"seed = '\xff'")
@@ -160,10 +188,13 @@ BAD_OVERRIDES = {
     ("norm.bias", "1"): "--norm.bias: expected true or false, not '1'",
     ("model.features", "16,x"): "--model.features: expected whole numbers (16,32 on the command line",
     ("model.features", ""): "model.features is []",
+    ("seed", LONG): f"--seed: expected a whole number, not '{LONG[:37]} ... {LONG[:37]}'",
+    ("seed", LONG[:401]): "seed is a number of about 400 digits; it must be between 0 and",
+    ("train.learning_rate", LONG[:400]): "train.learning_rate is inf; it must be above zero and finite",
 }
 
 
-@pytest.mark.parametrize(("key", "text"), BAD_OVERRIDES)
+@pytest.mark.parametrize(("key", "text"), BAD_OVERRIDES, ids=[f"{key}-{text:.12}" for key, text in BAD_OVERRIDES])
 def test_an_override_that_does_not_fit_is_refused(key, text):
     with pytest.raises(UserError) as caught:
         configs.load("digits", {key: text})

@@ -15,7 +15,7 @@ from normjax.cli import main
 from normjax.lab import config as configs
 from normjax.lab import progress, runs, train
 from normjax.lab.data import Digits, Split, load_digits
-from tests.lab.runners import EPOCH, TINY, start, tree
+from tests.lab.runners import EPOCH, TINY, opened, start, tree
 from tests.quick import quick_jit
 
 # Two epochs of 25 steps.
@@ -48,9 +48,7 @@ class Job:
             return self.train(*arguments)
 
         with ExitStack() as stack:
-            folder = stack.enter_context(
-                runs.RunFolder.reopen(path, self.config) if resume else runs.RunFolder.create(path, self.config)
-            )
+            folder = stack.enter_context(opened(path, self.config, self.digits, resume=resume))
             built = self.state, train.Steps(step, self.evaluate)
             shown = progress.PlainProgress(self.config.train.epochs)
             if stop_after is not None:

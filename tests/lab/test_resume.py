@@ -1,4 +1,5 @@
 import dataclasses
+import io
 import shutil
 import signal
 import threading
@@ -12,7 +13,7 @@ from normjax.lab import config as configs
 from normjax.lab import progress, runs, train
 from normjax.lab.data import load_digits
 from normjax.lab.errors import UserError
-from tests.lab.runners import EPOCH, TINY, checkpoint, start, tree
+from tests.lab.runners import EPOCH, TINY, checkpoint, opened, start, tree
 
 
 def test_a_run_stopped_by_sigint_in_mid_epoch_and_resumed_equals_an_unbroken_one_byte_for_byte(unbroken, tmp_path):
@@ -61,8 +62,7 @@ class Job:
 
         with ExitStack() as stack:
             stop = stop or stack.enter_context(train.stop_on_interrupt())
-            opening = runs.RunFolder.reopen if resume else runs.RunFolder.create
-            folder = stack.enter_context(opening(path, self.config))
+            folder = stack.enter_context(opened(path, self.config, self.digits, resume=resume))
             steps = train.Steps(step, self.steps.evaluate)
             shown = progress.PlainProgress(self.config.train.epochs)
             train.fit(self.config, self.digits, folder, shown, (self.state, steps), stop, resume=resume)
@@ -171,6 +171,29 @@ def test_a_checkpoint_that_failed_to_be_written_leaves_the_one_before(job, whole
     assert_equal_runs(path, whole)
 
 
+@pytest.mark.parametrize(("moment", "left"), [("_write_digests", 0), ("_keep_only", 4)])
+def test_a_crash_between_a_checkpoint_and_the_end_of_the_one_before_goes_on_from_the_newest_whole_one(
+    moment, left, job, whole, tmp_path, monkeypatch
+):
+    path, finish = tmp_path / "run", getattr(runs.RunFolder, moment)
+
+    def crash(folder, step):
+        if step == 4:
+            raise Crash
+        finish(folder, step)
+
+    monkeypatch.setattr(runs.RunFolder, moment, crash)
+    with pytest.raises(Crash):
+        job.fit(path)
+    monkeypatch.undo()
+    assert {folder.name for folder in (path / "checkpoints").iterdir()} == {"0", "4"}
+    steps = []
+    job.fit(path, resume=True, wrap=steps.append)
+    assert len(steps) == 8 - left
+    assert_equal_runs(path, whole)
+    assert [folder.name for folder in (path / "checkpoints").iterdir()] == ["8"]
+
+
 def test_resuming_a_finished_run_draws_its_table_and_curves_again_and_changes_nothing(unbroken, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(unbroken[0], path)
@@ -186,9 +209,48 @@ def test_a_resume_that_repeats_the_runs_config_is_allowed(unbroken):
     assert runs.resumed_config(unbroken[0], "digits", options) == configs.load("digits", options)
 
 
-def spoil_metrics(path):
-    lines = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (path / "metrics.jsonl").write_bytes(b"".join(lines[:5] + lines[6:]))
+def test_a_run_goes_on_whatever_letters_its_folder_has_and_the_output_lacks(unbroken, tmp_path, monkeypatch):
+    path, printed = tmp_path / "é", io.BytesIO()
+    shutil.copytree(unbroken[0], path)
+    (path / "checkpoints" / "²").mkdir()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert main(["train", "--resume", str(path)]) == 0
+    first, *_, last = printed.getvalue().splitlines()
+    assert first == f"run folder {tmp_path}/\\xe9".encode()
+    assert last == f"curves in {tmp_path}/\\xe9/curves.png".encode()
+
+
+def line(number, content):
+    """A spoiler that puts `content` into the place of a line of metrics; None takes the line out."""
+
+    def spoil(path):
+        lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        lines[number - 1 : number] = [] if content is None else [content + "\n"]
+        (path / "metrics.jsonl").write_text("".join(lines))
+
+    return spoil
+
+
+def digests(content):
+    """A spoiler that puts `content` into the place of the digests; None takes them away."""
+
+    def spoil(path):
+        (path / "checkpoints/537/sha256.json").unlink()
+        if content is not None:
+            (path / "checkpoints/537/sha256.json").write_text(content)
+        (path / "checkpoints/537/state/_METADATA").write_bytes(b"{")
+
+    return spoil
+
+
+def folder_for(name):
+    """A spoiler that puts a folder where there is a file."""
+
+    def spoil(path):
+        (path / name).unlink(missing_ok=True)
+        (path / name).mkdir()
+
+    return spoil
 
 
 def spoil_config(path):
@@ -201,10 +263,50 @@ def spoil_arrays(path):
         file.write_bytes(file.read_bytes()[:10])
 
 
+def copy_checkpoint(path):
+    shutil.copytree(path / "checkpoints/537", path / "checkpoints/9999")
+
+
+NO_DIGESTS = "checkpoint 537 cannot be read; start a new run (sha256.json is missing, without which nobody can tell "
+BAD_DIGESTS = "checkpoint 537 cannot be read; start a new run (sha256.json is not what was written)"
 SPOILED = {
-    spoil_metrics: "metrics.jsonl lacks steps up to 537; it was changed: start a new run",
-    spoil_config: "the config differs: seed is 1 here and 0 in its checkpoint; mend ",
-    lambda path: shutil.rmtree(path / "checkpoints"): "holds no checkpoint yet; start anew: normjax train ",
+    "config": (spoil_config, "the config differs: seed is 1 here and 0 in its checkpoint; mend "),
+    "no checkpoint": (
+        lambda path: shutil.rmtree(path / "checkpoints"),
+        "holds no checkpoint yet; start anew: normjax train ",
+    ),
+    "later checkpoint": (
+        copy_checkpoint,
+        "checkpoint 9999 is later than metrics.jsonl, which has 537 whole lines; one",
+    ),
+    "line away": (line(537, None), "checkpoint 537 is later than metrics.jsonl, which has 536 whole lines; one of the"),
+    "step away": (line(6, None), "line 6 of metrics.jsonl is not what step 6 wrote; it was changed: start a new run"),
+    "no keys": (
+        line(1, '{"step": 1}'),
+        "line 1 of metrics.jsonl is not what step 1 wrote; it was changed: start a new",
+    ),
+    "last line": (line(537, '{"step": 537}'), "line 537 of metrics.jsonl is not what step 537 wrote; it was changed"),
+    "epoch": (
+        line(1, '{"step": 1, "epoch": 2, "accuracy": 0, "batch_mean": 0, "loss": 2, "running_mean": 0}'),
+        "line 1 of metrics.jsonl is not what step 1 wrote",
+    ),
+    "no number": (
+        line(1, '{"step": 1, "epoch": 1, "accuracy": NaN, "batch_mean": 0, "loss": 2, "running_mean": 0}'),
+        "line 1 of metrics.jsonl is not what step 1 wrote",
+    ),
+    "deep line": (line(2, "[" * 100_000), "checkpoint 537 is later than metrics.jsonl, which has 1 whole lines; one"),
+    "no digests": (digests(None), NO_DIGESTS),
+    "digests in a list": (digests("[]"), BAD_DIGESTS),
+    "no digest": (digests("{}"), BAD_DIGESTS),
+    "digests cut short": (digests('{"state'), BAD_DIGESTS),
+    "deep digests": (digests("[" * 100_000), BAD_DIGESTS),
+    "digest of a folder": (
+        digests('{"state": 1}'),
+        "checkpoint 537 cannot be read; start a new run (state is not what",
+    ),
+    "folder for curves": (folder_for("curves.png"), "curves.png is a folder where the run writes a file; move it away"),
+    "folder for metrics": (folder_for("metrics.jsonl"), "metrics.jsonl is a folder where the run writes a file; move"),
+    "folder on the way": (folder_for(".curves.png.tmp"), ".curves.png.tmp is a folder where the run writes a file"),
 }
 
 
@@ -219,16 +321,25 @@ def test_unreadable_arrays_leave_no_traceback_at_the_end_of_the_process(unbroken
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("spoil", SPOILED)
-def test_a_spoiled_run_folder_is_refused_in_one_line_and_left_as_it_is(spoil, unbroken, tmp_path, capsys):
+def test_another_config_is_told_in_the_words_of_a_file(unbroken, capsys):
+    options = ["--model.features", "32,64", "--norm.bias", "false", "--norm.family", "none"]
+    assert main(["train", "--resume", str(unbroken[0]), *options]) == 2
+    words = "model.features is [32, 64] here and [2] in the run, norm.family is 'none' here and 'batch' in the run, "
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_a_spoiled_run_folder_is_refused_in_one_line_and_left_as_it_is(case, unbroken, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(unbroken[0], path)
+    spoil, words = SPOILED[case]
     spoil(path)
     before = tree(path)
     assert main(["train", "--resume", str(path)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"normjax: error: --resume {path}: {SPOILED[spoil]}")
-    assert err.count("\n") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"normjax: error: --resume {path}: {words}")
+    assert printed.err.count("\n") == 1
     assert tree(path) == before
 
 

@@ -31,6 +31,8 @@ def test_metrics_have_one_line_a_step_and_the_held_out_accuracies_at_the_end_of_
     at_the_end = always | {"held_out_loss", "held_out_accuracy", "held_out_accuracy_batch_stats"}
     for record in records:
         assert set(record) == (always if record["step"] % EPOCH else at_the_end)
+    for ends_epoch, names in ((False, always), (True, at_the_end)):
+        assert runs.metric_names(configs.load("digits"), ends_epoch=ends_epoch) == names
 
 
 def test_the_logged_running_mean_moves_by_its_weight_towards_the_logged_batch_mean(unbroken):
@@ -89,6 +91,7 @@ def test_a_norm_without_running_statistics_has_no_gap(tmp_path, capsys):
     assert "gap       none: no running statistics, one function for both modes" in capsys.readouterr().out
     expected = ["accuracy", "epoch", "held_out_accuracy", "held_out_loss", "loss", "step"]
     assert sorted(runs.read_metrics(out)[-1]) == expected
+    assert sorted(runs.metric_names(configs.load("digits-none"), ends_epoch=True)) == expected
 
 
 @pytest.mark.parametrize("preset", configs.presets())
