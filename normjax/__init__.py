@@ -6,6 +6,7 @@ The rooms:
   _inputs.py       what may come in, and the words for anything else
   _derivatives.py  the two maps that a norm is made of, and the only backward
   _sums.py         sums over groups, and what else XLA's CPU backend has to be told
+  _sharding.py     what an Explicit mesh shards
   _mapped.py       statistics across vmap, pmap and shard_map axes
   _moments.py      `Moments`: count, mean and variance of a group; `merge`
   _normalize.py    `Affine` and the core, `normalize`

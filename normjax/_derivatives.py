@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from normjax._sharding import placed_as
 from normjax._sums import is_large, kept, sums
 
 STATS_NAME = "normjax_stats"
@@ -79,12 +80,8 @@ def _sum_to(array, shape):
 
 
 def _as(primal, cotangent):
-    """A cotangent with the dtype and, on an Explicit mesh, the sharding of its primal's type (whole, if on no mesh)."""
-    cotangent = cotangent.astype(primal.dtype)
-    spec = primal.sharding.spec
-    if jax.typeof(cotangent).sharding.spec != spec:
-        cotangent = jax.sharding.reshard(cotangent, jax.NamedSharding(jax.typeof(cotangent).sharding.mesh, spec))
-    return cotangent
+    """A cotangent with the dtype and the sharding of its primal's type."""
+    return placed_as(primal, cotangent.astype(primal.dtype))
 
 
 def at_least_zero(var):
@@ -339,7 +336,7 @@ def _affine_bwd(form: Form, saved: Any, g):
     d_var = -0.5 * (r * (r * sum_ux))  # r² apart: r³ would overflow where r² does not
     d_stats = Statistics(d_mean, None if stats.offset is None else d_mean, _as(jax.typeof(stats.var), d_var), None)
     d_eps = jnp.sum(d_var).reshape(eps.shape)
-    return None, u * r, d_stats, d_scale, d_bias, d_eps, None
+    return None, placed_as(jax.typeof(x), u * r), d_stats, d_scale, d_bias, d_eps, None
 
 
 def _affine_jvp(form: Form, primals, tangents):

@@ -22,14 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from normjax._axes import Spec, unbound_error
 from normjax._derivatives import STATS_NAME, Statistics, abs_square, at_least_zero
 from normjax._grammar import quote
+from normjax._sharding import sharded_axes
 
 # Up to here one psum carries every device's statistics; beyond, its payload grows with the axis, and a pmax and a psum
 # of sums move less (a vmap over a whole batch is such an axis: its slots would take N² memory).
 MOST_SLOTS = 32
+MOST_SHARDS = 1024
 
 
 def axis_size(spec: Spec, name: str) -> int:
@@ -206,7 +209,9 @@ def _exchange(over: Over, each: Sequence, added: Sequence):
 
 
 def _flat(arrays: Sequence, dtype):
-    return jnp.concatenate([jnp.zeros(0, dtype), *(jnp.ravel(array).astype(dtype) for array in arrays)])
+    """One row of all; what an Explicit mesh shards over a further axis is gathered, since only like parts join."""
+    whole = (jax.sharding.reshard(array, P()) if sharded_axes(array) else array for array in arrays)
+    return jnp.concatenate([jnp.zeros(0, dtype), *(jnp.ravel(array).astype(dtype) for array in whole)])
 
 
 def _in_row(rows: int, row, flat):
@@ -240,30 +245,36 @@ def _pool_by_slots(over: Over, stats: Statistics) -> Statistics:
 
 
 def _pool_by_sums(over: Over, stats: Statistics) -> Statistics:
-    """As by slots, by a pmax that finds the middle of all shifts, and a psum of sums about it.
+    """As by slots, by a pmax that finds the ends of all shifts, and a psum of sums about each of both and the middle.
 
-    The middle is exact where all shards agree, so constant groups stay exact; where one shard of D lies apart, the
-    variance loses up to log₂(D/4) bits.
+    Of the three the nearest to the mean is taken; all are exact where all shards agree, so constant groups stay exact.
+    Where shards of D lie apart on either side of the others, the variance loses up to log₂(D/32) bits; beyond
+    `MOST_SHARDS`, which are lanes of vmap, a second psum is of sums about the mean that the first one found.
     """
-    used = stats.count > 0
-    shift = _middle(lax.stop_gradient(stats.shift), used, lambda ends: pmax(over.fn, ends, over.names))
-    d = jnp.where(used, (stats.shift - shift) + stats.offset, 0)
-    most = over.most(stats)
+    used, most = stats.count > 0, over.most(stats)
     share = stats.count / most
-    _, sums = _exchange(over, (), (share * d, share * (stats.var + abs_square(d)), stats.count))
-    count = sums[2]
-    offset, square = (part * (most / jnp.maximum(count, 1)) for part in sums[:2])
-    return Statistics(shift, offset, at_least_zero(square - abs_square(offset)), count)
+
+    def about(shifts) -> Statistics:
+        d = jnp.where(used, (stats.shift - shifts) + stats.offset, 0)
+        _, sums = _exchange(over, (), (share * d, share * (stats.var + abs_square(d)), stats.count))
+        offsets, squares = (part * (most / jnp.maximum(sums[2], 1)) for part in sums[:2])
+        nearest = jnp.argmin(abs_square(lax.stop_gradient(offsets)), 0, keepdims=True)
+        shift, offset, square = (jnp.take_along_axis(part, nearest, 0)[0] for part in (shifts, offsets, squares))
+        return Statistics(shift, offset, at_least_zero(square - abs_square(offset)), sums[2])
+
+    pooled = about(jnp.stack(_ends(lax.stop_gradient(stats.shift), used, lambda ends: pmax(over.fn, ends, over.names))))
+    return pooled if over.devices <= MOST_SHARDS else about(lax.stop_gradient(pooled.mean)[None])
 
 
-def _middle(shifts, used, largest):
-    """Halfway between the smallest and the largest used shift: that very value where they are equal, 0 without any."""
+def _ends(shifts, used, largest) -> tuple:
+    """The smallest used shift, halfway, and the largest: the same number thrice where they are equal, 0 without any."""
     if jnp.iscomplexobj(shifts):
-        return lax.complex(_middle(shifts.real, used, largest), _middle(shifts.imag, used, largest))
+        parts = zip(_ends(shifts.real, used, largest), _ends(shifts.imag, used, largest), strict=True)
+        return tuple(lax.complex(*part) for part in parts)
     ends = largest(jnp.where(used, jnp.stack([shifts, -shifts]), -jnp.inf))
     high, low = ends[0], -ends[1]
     middle = jnp.where(high == low, high, 0.5 * high + 0.5 * low)
-    return jnp.where(high == -jnp.inf, 0, middle)
+    return tuple(jnp.where(high == -jnp.inf, 0, end) for end in (low, middle, high))
 
 
 def merge_stacked(stacked: Statistics) -> Statistics:
@@ -276,7 +287,7 @@ def merge_stacked(stacked: Statistics) -> Statistics:
     if stacked.shift is None:
         return Statistics(None, None, jnp.sum(weight * var, 0), total)
     shifts = lax.stop_gradient(jnp.where(used, stacked.shift, 0))
-    anchor = _middle(shifts, used, lambda ends: jnp.max(ends, 1))
+    _, anchor, _ = _ends(shifts, used, lambda ends: jnp.max(ends, 1))
     shift = anchor + jnp.sum(weight * jnp.where(used, shifts - anchor[None], 0), 0)
     d = jnp.where(used, (stacked.shift - shift[None]) + stacked.offset, 0)
     offset = jnp.sum(weight * d, 0)

@@ -21,7 +21,7 @@ from normjax._inputs import (
     with_arrays,
 )
 from normjax._pytree import pytree, settle, show
-from normjax._sums import sharded_axes
+from normjax._sharding import sharded_axes
 
 
 @pytree(static=["names"])

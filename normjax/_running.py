@@ -20,6 +20,7 @@ from normjax._grammar import parse_names, quote
 from normjax._inputs import as_dtype, check_one_shape, check_sizes, is_real_scalar, static_bool, with_arrays
 from normjax._moments import Moments, checked_moments
 from normjax._pytree import pytree, settle, show
+from normjax._sharding import placed_as
 
 
 @pytree(static=["names"])
@@ -275,6 +276,7 @@ def _numbered(names: tuple[str, ...], unnamed: int) -> list[str]:
 
 def _step(state: BatchStats, mean, var, m, running: Ema | Cumulative) -> BatchStats:
     old = jax.tree.map(lax.stop_gradient, state)
+    mean, var, m = (placed_as(jax.typeof(old.mean), array) for array in (mean, var, m))
     weight = old.weight.astype(m.dtype)
     if isinstance(running, Ema):
         amount = jnp.asarray(lax.stop_gradient(running.new_weight)).astype(m.dtype)

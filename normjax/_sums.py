@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from normjax._sharding import sharded_axes
+
 BLOCKS = 16
 FEW = 32  # entries that one loop adds up in a chain; more would lose digits
 TINY = 1 << 13  # entries below which XLA, too, sums in loops of its own, which one reduction spares
@@ -56,12 +58,6 @@ def written(array):
 def is_large(shape: Sequence[Any]) -> bool:
     """Whether an array of this shape is so large that speed counts; no symbolic shape is."""
     return all(isinstance(size, int) for size in shape) and math.prod(shape) >= LARGE
-
-
-def sharded_axes(array) -> set[int]:
-    """The axes along which an Explicit mesh shards the array, which can be neither sliced nor cut."""
-    spec = getattr(getattr(jax.typeof(array), "sharding", None), "spec", ())
-    return {axis for axis, names in enumerate(spec) if names is not None}
 
 
 def _plain(terms, axes, *operands):
