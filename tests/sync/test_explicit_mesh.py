@@ -64,6 +64,76 @@ def test_every_way_out_that_the_error_names_works(rng):
         np.testing.assert_allclose(y, reference.normalize(x, **axes), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("derivative", ["vjp", "jvp", "autodiff"])
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("center", [True, False], ids=["centred", "rms"])
+def test_channels_may_be_sharded_over_the_axis_that_a_partial_shard_map_leaves(center, checked, derivative, rng):
+    x, g = rng.normal(1.5, 2.0, (2, 8, 4)).astype(np.float32)
+    mesh = make_mesh(("data", "model"), (4, 2), AxisType.Explicit)
+
+    def both_ways(x, g, params):
+        norm = functools.partial(nj.normalize, layout="N C", axis_names="N data", center=center, derivative=derivative)
+        y, pullback = jax.vjp(lambda *given: norm(*given)[0], x, params)
+        dx, d_params = pullback(g)
+        return y, dx, d_params if checked else jax.lax.psum(d_params, "data")
+
+    mapped = jax.shard_map(
+        both_ways,
+        mesh=mesh,
+        in_specs=(P("data"), P("data"), P()),
+        out_specs=(P("data"), P("data"), P()),
+        axis_names={"data"},
+        check_vma=checked,
+    )
+    place = lambda array: jax.device_put(array, NamedSharding(mesh, P("data", "model")))  # noqa: E731
+    with jax.set_mesh(mesh):
+        found = jax.jit(mapped)(place(x), place(g), nj.Affine.init(C=4))
+    options = {"names": "C", "layout": "N C", "axis_names": "N", "center": center}
+    one, zero = np.ones(4), np.zeros(4)
+    expected = reference.normalize(x, one, zero, **options), *reference.backward(x, g, one, zero, **options)
+    # Eight entries in a group: 16 eps sqrt(8) of numbers of size 8.
+    for actual, exact in zip(jax.tree.leaves(found), expected, strict=True):
+        np.testing.assert_allclose(actual, exact, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("stored", [P(), P("model")], ids=["whole", "sharded"])
+@pytest.mark.parametrize("spec", [P("data"), P("data", "model")], ids=["rows", "rows and channels"])
+def test_parameters_and_state_may_be_sharded_otherwise_than_the_channels_of_x(spec, stored, rng):
+    x = rng.normal(1.5, 2.0, (8, 4)).astype(np.float32)
+    mesh = make_mesh(("data", "model"), (4, 2), AxisType.Explicit)
+    params = jax.device_put(nj.Affine.init(C=4), NamedSharding(mesh, stored))
+    sharded = nj.BatchStats(
+        *[NamedSharding(mesh, stored)] * 2, *[NamedSharding(mesh, P()), NamedSharding(mesh, stored)]
+    )
+    start = nj.BatchStats.init(C=4)
+    state = nj.BatchStats(*map(jax.device_put, jax.tree.leaves(start), jax.tree.leaves(sharded)), start.names)
+
+    @functools.partial(jax.jit, static_argnames="steps")
+    def train(params, state, x, steps):
+        def loss(params, state):
+            y, state = nj.batch_norm(x, params, state, layout="N C", axis_names="N", train=True)
+            return jnp.sum(y**3), state
+
+        def step(state, _):
+            slopes, state = jax.grad(loss, has_aux=True)(params, state)
+            return state, slopes
+
+        return jax.lax.scan(step, state, length=steps)
+
+    new, slopes = train(params, state, jax.device_put(x, NamedSharding(mesh, spec)), 2)
+    np.testing.assert_allclose(new.mean, (1 - 0.9**2) * np.mean(x, 0), rtol=1e-6)
+    _, d_scale, _ = reference.backward(
+        x,
+        3 * np.square(reference.normalize(x, layout="N C", axis_names="N")),
+        np.ones(4),
+        np.zeros(4),
+        names="C",
+        layout="N C",
+        axis_names="N",
+    )
+    np.testing.assert_allclose(slopes.scale[0], d_scale, rtol=1e-4)
+
+
 LARGE = {  # shape, the pooled axes, the sharded axis: 2^16 entries and more, which are summed in blocks
     "batch, of the sharded axis": ((1000, 128), "A", 0),
     "features, sharded": ((128, 1000), "B", 1),
