@@ -15,7 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normjax._grammar import ELLIPSIS, Axis, axes_phrase, count_word, parse_layout, parse_names, quote
+from normjax._grammar import (
+    ELLIPSIS,
+    Axis,
+    axes_phrase,
+    count_word,
+    in_another_form,
+    parse_layout,
+    parse_names,
+    quote,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,15 +115,20 @@ class Spec:
         """
         for name in names:
             if not self._declares(name):
-                raise ValueError(f"{self.fn}: {what} runs along '{name}', which is not in layout \"{self.layout}\".")
+                raise ValueError(
+                    f"{self.fn}: {what} runs along '{name}', which is not in layout \"{self.layout}\"."
+                    f"{in_another_form(name, self._known())}"
+                )
         order = [i for name in names for i in self.positions(name)]
         if twice := [name for name in dict.fromkeys(names) if any(order.count(i) > 1 for i in self.positions(name))]:
             raise ValueError(f"{self.fn}: {what} runs twice along {quote(twice)} of {self.described}.")
         wanted = [(name, size) for name in names for size in self._sizes(name)]
         if array.ndim != len(wanted):
-            named = (
-                f"its names {quote(names)} say {axes_phrase(len(wanted))}" if names else "it names no axis: a scalar"
-            )
+            if names:
+                named = f"its names {quote(names)} say {axes_phrase(len(wanted))}"
+            else:
+                likely = " ".join(self._guess(array.shape))
+                named = f'it names no axis: a scalar; pass names, as in names="{likely}"'
             raise ValueError(f"{self.fn}: {what} has shape {array.shape}, but {named}.{cure}")
         for given, (name, size) in zip(array.shape, wanted, strict=True):
             if given != size:
@@ -130,8 +144,23 @@ class Spec:
         sizes = [self.expanded[i] for i in self.positions(name)]
         return sizes if name == ELLIPSIS else [math.prod(sizes)]
 
+    def _guess(self, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """The last axes of x, in order, that have these sizes; C where there are none."""
+        axes = [(axis.name, math.prod(self.expanded[start:stop])) for axis, start, stop in self.ranges if axis.name]
+        found: list[str] = []
+        for wanted in reversed(shape):
+            while axes:
+                name, size = axes.pop()
+                if size == wanted and name != ELLIPSIS:
+                    found.insert(0, str(name))
+                    break
+        return tuple(found) if len(found) == len(shape) else ("C",)
+
     def _declares(self, name: str) -> bool:
-        return any(name in axis.names for axis, _, _ in self.ranges)
+        return name in self._known()
+
+    def _known(self) -> list[str]:
+        return [name for axis, _, _ in self.ranges for name in axis.names]
 
     def kept_axes(self, apart: tuple[str, ...] = ()) -> list[tuple[str, tuple[int, ...]]]:
         """The kept axes in order, each a name and its expanded axes.
@@ -216,11 +245,17 @@ def _factor_sizes(fn: str, layout: str, axis: Axis, size: int, shape: tuple) -> 
     known = math.prod(factor for _, factor in axis.factors if factor is not None)
     open_ = [name for name, factor in axis.factors if factor is None]
     if size % known or (not open_ and size != known):
+        if isinstance(size, int):
+            mend = f", which {known} does not divide; choose a divisor of {size}." if open_ else "."
+        elif open_:  # a symbolic size of jax.export
+            symbol = str(size) if str(size).isidentifier() else "b"
+            mend = f", which {known} does not divide for every value; write the symbolic size as {known}*{symbol}."
+        else:
+            mend = f", which is not {known} for every value; give x that size, or leave one factor's size out."
         raise ValueError(
             f"{fn}: layout=\"{layout}\": the factors of '{axis}' multiply to {known}"
             + (f" times '{open_[0]}'" if open_ else "")
-            + f", but that axis of x has size {size} (shape {shape})"
-            + (f", which {known} does not divide; choose a divisor of {size}." if open_ else ".")
+            + f", but that axis of x has size {size} (shape {shape}){mend}"
         )
     return [size // known if factor is None else factor for _, factor in axis.factors]
 
@@ -248,12 +283,14 @@ def _reduction(spec: Spec, unnamed: int) -> dict[str, Any]:
 
 def unbound_error(spec: Spec, name: str) -> ValueError:
     """The error for a name that is neither an axis of the array nor a mapped axis."""
-    known = [n for axis, _, _ in spec.ranges for n in axis.names if n != ELLIPSIS]
+    known = [n for n in spec._known() if n != ELLIPSIS]
     asked = " ".join(spec.axis_names)
     mend = ""
     if pieces := _pieces(name, known):
         fixed = " ".join(dict.fromkeys(n for given in spec.axis_names for n in (pieces if given == name else [given])))
         mend = f'For array axes write "{fixed}". '
+    elif form := in_another_form(name, known):
+        mend = f"{form.strip()} "
     elif close := difflib.get_close_matches(name.casefold(), [n.casefold() for n in known], n=1):
         mend = f"Did you mean '{next(n for n in known if n.casefold() == close[0])}'? "
     return ValueError(
@@ -300,7 +337,8 @@ def describe(shape, *, layout: str, axis_names) -> str:
       groups: 64, one for each C
       entries in a group: m = 392
       statistics: shape (64,), names "C"
-      parameters along kept axes: Affine.init(C=64); along pooled axes: Affine.init(N=8, H=7, W=7)
+      parameters along kept axes, as of batch and instance norm: Affine.init(C=64)
+      parameters along pooled axes, as of layer and RMS norm: Affine.init(N=8, H=7, W=7)
     """
     spec = resolve("describe", layout, axis_names, _as_shape(shape))
     kept = spec.kept_axes()
@@ -326,7 +364,8 @@ def describe(shape, *, layout: str, axis_names) -> str:
             f"groups: {math.prod(sizes)}" + (f", one for each {' '.join(names)}" if names else ", all entries in one"),
             f"entries in a group: {m}",
             f'statistics: shape {stat_shape}, names "{" ".join(names)}"',
-            f"parameters along kept axes: {init(names)}; along pooled axes: "
+            f"parameters along kept axes, as of batch and instance norm: {init(names)}",
+            "parameters along pooled axes, as of layer and RMS norm: "
             f"{init([name for name in spec.axis_names if name not in spec.mapped])}",
         ]
     )

@@ -51,7 +51,7 @@ def batch_norm(
       running: how the running statistics move.
       use_batch_stats: with train=False, normalise by the batch all the same and leave the state alone.
       axis_index_groups: as in `jax.lax.psum`, for one mapped axis; sizes may differ.
-      derivative: "vjp", "jvp" (for forward mode) or "autodiff" (the plain formula).
+      derivative: "vjp", "jvp" (forward mode needs it: jax.jvp, jax.jacfwd) or "autodiff" (the plain formula).
 
     Returns:
       y of x's shape, and the new state (None stays None), under stop_gradient. Over mapped axes one collective in the
@@ -235,7 +235,7 @@ def layer_norm(
       where: boolean mask of x's rank, each size 1 or x's: entries that do not count.
       eps: real scalar ≥ 0, added to the variance inside the root; may be traced.
       dtype: of y; by default x's (float32 for integers).
-      derivative: "vjp", "jvp" (for forward mode) or "autodiff" (the plain formula).
+      derivative: "vjp", "jvp" (forward mode needs it: jax.jvp, jax.jacfwd) or "autodiff" (the plain formula).
 
     Returns:
       y of x's shape, and `state`.
@@ -286,7 +286,7 @@ def instance_norm(
       where: boolean mask of x's rank, each size 1 or x's: entries that do not count.
       eps: real scalar ≥ 0, added to the variance inside the root; may be traced.
       dtype: of y; by default x's (float32 for integers).
-      derivative: "vjp", "jvp" (for forward mode) or "autodiff" (the plain formula).
+      derivative: "vjp", "jvp" (forward mode needs it: jax.jvp, jax.jacfwd) or "autodiff" (the plain formula).
 
     Returns:
       y of x's shape, and `state`.
@@ -339,7 +339,7 @@ def group_norm(
       where: boolean mask of x's rank, each size 1 or x's: entries that do not count.
       eps: real scalar ≥ 0, added to the variance inside the root; may be traced.
       dtype: of y; by default x's (float32 for integers).
-      derivative: "vjp", "jvp" (for forward mode) or "autodiff" (the plain formula).
+      derivative: "vjp", "jvp" (forward mode needs it: jax.jvp, jax.jacfwd) or "autodiff" (the plain formula).
 
     Returns:
       y of x's shape, and `state`.
@@ -400,7 +400,7 @@ def rms_norm(
       where: boolean mask of x's rank, each size 1 or x's: entries that do not count.
       eps: real scalar ≥ 0, added to the mean square inside the root; may be traced.
       dtype: of y; by default x's (float32 for integers).
-      derivative: "vjp", "jvp" (for forward mode) or "autodiff" (the plain formula).
+      derivative: "vjp", "jvp" (forward mode needs it: jax.jvp, jax.jacfwd) or "autodiff" (the plain formula).
 
     Returns:
       y of x's shape, and `state`.

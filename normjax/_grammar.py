@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import re
+import unicodedata
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 ELLIPSIS = "..."
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_MOST_DIGITS = 18  # of a size: no axis has 10¹⁸ entries
 _TOKEN = re.compile(r"(?:[^\s()=]*=)?\([^()]*\)|[^\s()]+")
 
 
@@ -24,6 +26,22 @@ def axes_phrase(n: int) -> str:
 def quote(names: Iterable[str]) -> str:
     """("H", "W") → "'H', 'W'"."""
     return ", ".join(repr(name) for name in names)
+
+
+def one_form(name: str) -> str:
+    """The name in the Unicode form that Python gives the names of arguments: é is one character there, µ is μ."""
+    return name if name.isascii() else unicodedata.normalize("NFKC", name)
+
+
+def in_another_form(name: str, known: Iterable[str]) -> str:
+    """For errors: that a known name looks the same but is spelled otherwise; "" where none does."""
+    theirs = next((other for other in known if other != name and one_form(other) == one_form(name)), None)
+    if theirs is None:
+        return ""
+    return (
+        f" Two Unicode forms of one name: {theirs!a} there, {name!a} here; write {one_form(name)!a} in both, "
+        "as Python does in the names of arguments."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +79,8 @@ def parse_layout(fn: str, layout: str) -> tuple[Axis, ...]:
             axes.append(Axis(ELLIPSIS))
         elif token.endswith(")"):
             own, inner = token[:-1].split("(", 1)
+            if own == "=":
+                fail(f'\'{token}\' has no name before its =; a split axis is written "C=(G=32 K)" or "(G=32 K)".')
             own = own.removesuffix("=")
             if own:
                 _check_name(own, fail)
@@ -70,7 +90,7 @@ def parse_layout(fn: str, layout: str) -> tuple[Axis, ...]:
         else:
             _check_name(token, fail)
             axes.append(Axis(token))
-    names = [name for axis in axes for name in axis.names]
+    names = [one_form(name) for axis in axes for name in axis.names]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         fail(f"{quote(twice)} stands twice; every axis and factor needs a name of its own.")
     return tuple(axes)
@@ -81,6 +101,8 @@ def _parse_factors(inner: str, fail) -> tuple[tuple[str, int | None], ...]:
     for token in inner.split():
         name, _, size = token.partition("=")
         _check_name(name, fail)
+        if size.isdecimal() and len(size) > _MOST_DIGITS:
+            fail(f"the size of factor '{name}' has {len(size)} digits, more than any axis has.")
         if "=" in token and not (size.isdecimal() and int(size) > 0):
             fail(f"the size of factor '{name}' must be a positive integer, not '{size}'.")
         factors.append((name, int(size) if size else None))
@@ -113,6 +135,7 @@ def parse_names(fn: str, axis_names: Any, argument: str = "axis_names") -> tuple
             raise TypeError(f"{asked}: names are strings; got {name!r}.")
         if name != ELLIPSIS and not name.isidentifier():
             raise ValueError(f"{asked}: '{name}' is not a name; separate names by spaces.")
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+    forms = [one_form(name) for name in names]
+    if twice := [name for name in dict.fromkeys(forms) if forms.count(name) > 1]:
         raise ValueError(f"{asked}: {quote(twice)} is given twice.")
     return names

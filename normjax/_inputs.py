@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -40,15 +41,65 @@ def is_real_scalar(value) -> bool:
 def as_array(fn: str, what: str, value) -> jax.Array:
     """Numbers as a JAX array; Flax's nnx Variables are opened. TypeError for anything that holds no numbers."""
     value = value.get_value() if hasattr(value, "get_value") else value
-    if isinstance(value, (str, bytes)):  # JAX takes some for the name of a dtype
-        raise TypeError(f"{fn}: {what} must be an array of numbers, not {type(value).__name__}: {value!r}.")
-    try:
-        array = jnp.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{fn}: {what} must be an array of numbers, not {type(value).__name__}: {error}") from error
-    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_):
-        raise TypeError(f"{fn}: {what} must be an array of numbers, not of dtype {array.dtype}.")
+    array, cause = None, None
+    if not isinstance(value, (str, bytes)):  # JAX takes some for the name of a dtype
+        try:
+            array = jnp.asarray(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            cause = error
+    if array is None or not _numeric(array.dtype):
+        raise TypeError(f"{fn}: {what} must be an array of numbers, not {_no_numbers(value)}.") from cause
     return array
+
+
+def _no_numbers(value) -> str:
+    """What it is in a value that is no array of numbers: "of dtype object", "list: it holds 'a'"."""
+    kind = type(value).__name__
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return f"of dtype {value.dtype}{', which JAX lacks: convert it first' if _numeric(value.dtype) else ''}"
+    if isinstance(value, (str, bytes)):
+        return f"{kind}: {_short(value)}"
+    if isinstance(value, int):
+        return f"{kind}: it is too large for JAX; make it a float"
+    if isinstance(value, (list, tuple)):
+        for item in _items(value):
+            if isinstance(item, int) and item.bit_length() > 31:
+                return f"{kind}: it holds an integer that is too large for JAX; make it a float"
+            if isinstance(item, (jax.Array, np.ndarray, np.generic)):
+                if not _numeric(item.dtype):
+                    return f"{kind}: it holds an array of dtype {item.dtype}"
+            elif not isinstance(item, (int, float, complex)):
+                return f"{kind}: it holds {_short(item)}"
+        return f"{kind}: its parts differ in shape"
+    return kind
+
+
+def _numeric(dtype) -> bool:
+    return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+
+
+def _items(value) -> Iterator[Any]:
+    """What nested lists and tuples hold."""
+    stack = [value]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, (list, tuple)):
+            stack.extend(reversed(top))
+        else:
+            yield top
+
+
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def kind_of(value) -> str:
+    """For errors that say what came: "an array", "dict", and how to open a variable of Flax."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return "an array"
+    name = type(value).__name__
+    return f"{name}, a variable: pass variable.get_value()" if hasattr(value, "get_value") else name
 
 
 def check_names(fn: str, what: str, names) -> None:

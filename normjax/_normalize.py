@@ -18,6 +18,7 @@ from normjax._inputs import (
     check_names,
     check_sizes,
     is_real_scalar,
+    kind_of,
     output_dtype,
     static_bool,
     with_arrays,
@@ -90,7 +91,7 @@ def check_params(spec: Spec, params) -> None:
     """Raises TypeError unless params is an `Affine` or None."""
     if params is not None and not isinstance(params, Affine):
         raise TypeError(
-            f"{spec.fn}: params must be a normjax.Affine or None; got {type(params).__name__}. "
+            f"{spec.fn}: params must be a normjax.Affine or None; got {kind_of(params)}. "
             'Wrap arrays as Affine(scale, bias, names="C").'
         )
     if params is not None:
@@ -162,7 +163,7 @@ def normalize(
       eps: real scalar ≥ 0, added to the variance inside the root; may be traced.
       dtype: of y; by default x's (float32 for integers).
       axis_index_groups: as in `jax.lax.psum`, for one mapped axis.
-      derivative: "vjp", "jvp" (for forward mode) or "autodiff" (the plain formula).
+      derivative: "vjp", "jvp" (forward mode needs it: jax.jvp, jax.jacfwd) or "autodiff" (the plain formula).
 
     Returns:
       y of x's shape, and `Moments`.
@@ -228,6 +229,9 @@ def normalize_by(
         count = spec.align(as_array(spec.fn, "moments.count", moments.count), moments.names, "moments.count")
         stats = stats._replace(count=count.astype(wide.real.dtype), shift=stats.shift if center else None)
     else:
-        raise TypeError(f"{spec.fn}: moments must be a normjax.Moments or None; got {type(moments).__name__}.")
+        raise TypeError(
+            f"{spec.fn}: moments must be a normjax.Moments or None; got {kind_of(moments)}. "
+            "Take them from normjax.moments or normjax.merge."
+        )
     y = normalized(spec, x, wide, params, stats, where=where, eps=eps, dtype=dtype, derivative=derivative)
     return y, moments

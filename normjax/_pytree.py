@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+import numpy as np
 from jax import export
+from jax.core import Tracer
 
 T = TypeVar("T")
 
@@ -96,15 +98,25 @@ def _from_state_dict(instance: Any, state: dict[str, Any]) -> Any:
     return dataclasses.replace(instance, **restored)
 
 
+def _show_array(array: Any) -> str:
+    """`float32[64]`, and a scalar that can be read `int32(3)`."""
+    if array.shape == () and isinstance(array, (jax.Array, np.ndarray, np.generic)) and not isinstance(array, Tracer):
+        try:
+            return f"{array.dtype}({np.asarray(array)!s})"
+        except (RuntimeError, TypeError, ValueError):  # deleted, random keys, on other processes
+            pass
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+
+
 def show(self: Any) -> str:
-    """One line with each leaf's dtype and shape, and the names."""
+    """One line with each leaf's dtype and shape, a scalar's value, and the names."""
     parts = []
     for field in dataclasses.fields(self):
         value = getattr(self, field.name)
         if field.name == "names":
             parts.append(f"names={' '.join(map(str, value))!r}" if isinstance(value, tuple) else f"names={value!r}")
         elif hasattr(value, "dtype") and hasattr(value, "shape"):
-            parts.append(f"{field.name}={value.dtype}[{','.join(map(str, value.shape))}]")
+            parts.append(f"{field.name}={_show_array(value)}")
         else:
             parts.append(f"{field.name}={value!r}")
     return f"{type(self).__name__}({', '.join(parts)})"

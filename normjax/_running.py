@@ -16,8 +16,8 @@ from jax.core import Tracer
 
 from normjax import _mapped
 from normjax._axes import Spec
-from normjax._grammar import parse_names, quote
-from normjax._inputs import as_dtype, check_one_shape, check_sizes, is_real_scalar, static_bool, with_arrays
+from normjax._grammar import in_another_form, parse_names, quote
+from normjax._inputs import as_dtype, check_one_shape, check_sizes, is_real_scalar, kind_of, static_bool, with_arrays
 from normjax._moments import Moments, checked_moments
 from normjax._pytree import pytree, settle, show
 from normjax._sharding import placed_as
@@ -57,7 +57,7 @@ class BatchStats:
 
         Example:
           >>> BatchStats.init(C=64)
-          BatchStats(mean=float32[64], var=float32[64], count=int32[], weight=float32[64], names='C')
+          BatchStats(mean=float32[64], var=float32[64], count=int32(0), weight=float32[64], names='C')
         """
         fn = "BatchStats.init"
         shape, dtype = check_sizes(fn, sizes), as_dtype(fn, dtype, complex_too=True)
@@ -156,10 +156,17 @@ def _check_precision(fn: str, what: str, dtype) -> None:
         )
 
 
+_MADE_BY = 'Start from BatchStats.init(C=64), or wrap arrays as BatchStats(mean, var, count, weight, names="C").'
+
+
 def check_state(fn: str, state) -> BatchStats:
     """The state with array leaves; raises unless it is a `BatchStats` of float32 or more of one shape."""
     if not isinstance(state, BatchStats):
-        raise TypeError(f"{fn}: state must be a normjax.BatchStats; got {type(state).__name__}.")
+        pair = isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], BatchStats)
+        raise TypeError(
+            f"{fn}: state must be a normjax.BatchStats; got {kind_of(state)}. "
+            + ("It is what a norm returns, y and the state: pass the second." if pair else _MADE_BY)
+        )
     state = with_arrays(fn, "state", state)
     for name in ("mean", "var", "weight"):
         _check_precision(fn, f"state.{name}", getattr(state, name).dtype)
@@ -178,6 +185,11 @@ def stack_cure(state: BatchStats) -> str:
     )
 
 
+def _says(names: tuple[str, ...]) -> str:
+    """What a shape should agree with, and the cure where names were forgotten."""
+    return f"its names are {quote(names)}" if names else 'it names no axis: a scalar (pass names, as in names="C")'
+
+
 def check_kept(spec: Spec, state: BatchStats) -> None:
     """Raises ValueError where the state runs along an axis that is pooled."""
     if pooled := [name for name in state.names if spec.is_reduced(name)]:
@@ -190,7 +202,10 @@ def check_kept(spec: Spec, state: BatchStats) -> None:
 def check_unbiased(fn: str, running, m: int | None) -> None:
     """Raises ValueError where m is known to be 1 and an unbiased variance is asked for."""
     if not isinstance(running, (Ema, Cumulative)):
-        raise TypeError(f"{fn}: running must be an Ema or a Cumulative; got {type(running).__name__}.")
+        raise TypeError(
+            f"{fn}: running must be an Ema or a Cumulative; got {kind_of(running)}. "
+            "Write the weight of the new batch as Ema(0.1), Flax's momentum as Ema.flax(0.9)."
+        )
     if running.unbiased and m == 1:
         raise ValueError(
             f"{fn}: running={running}: the unbiased variance m/(m-1) needs more than one entry in a group, "
@@ -241,15 +256,20 @@ def _batch_values(fn: str, state: BatchStats, moments: Moments, unbiased: bool):
     moments = jax.tree.map(lax.stop_gradient, moments)
     if missing := [name for name in state.names if name not in moments.names]:
         raise ValueError(
-            f"{fn}: state runs along {quote(missing)}, but the moments run along {quote(moments.names)}. For a factor "
-            'of a split axis take the moments with that axis unnamed: layout "(G=2 K)", not "C=(G=2 K)".'
+            f"{fn}: state runs along {quote(missing)}, but the moments run along {quote(moments.names) or 'no axis'}. "
+            + (
+                'Give the moments their names, as in names="C".'
+                if moments.mean.ndim and not moments.names
+                else 'For a factor of a split axis take the moments with that axis unnamed: layout "(G=2 K)", not '
+                f'"C=(G=2 K)".{in_another_form(missing[0], moments.names)}'
+            )
         )
     mean, var = moments.mean, moments.var
     m = moments.count.astype(var.dtype)
     unnamed = mean.ndim - len(moments.names) + 1
     names, wanted = _numbered(moments.names, unnamed), _numbered(state.names, unnamed)
     if mean.ndim != len(names):
-        raise ValueError(f"{fn}: moments.mean has shape {mean.shape}, but its names are {quote(moments.names)}.")
+        raise ValueError(f"{fn}: moments.mean has shape {mean.shape}, but {_says(moments.names)}.")
     if unbiased:
         var = var * jnp.where(m > 1, m / jnp.where(m > 1, m - 1, 1), 1)
     extra = tuple(i for i, name in enumerate(names) if name not in wanted)
@@ -263,7 +283,7 @@ def _batch_values(fn: str, state: BatchStats, moments: Moments, unbiased: bool):
     mean, var, m = (jnp.transpose(array, order) for array in (mean, var, jnp.squeeze(total, extra)))
     if mean.shape != state.mean.shape:
         raise ValueError(
-            f"{fn}: state.mean has shape {state.mean.shape}, but the moments along {quote(state.names)} "
+            f"{fn}: state.mean has shape {state.mean.shape}, but {_says(state.names)}, along which the moments "
             f"have shape {mean.shape}.{stack_cure(state)}"
         )
     return mean, var, m
@@ -330,9 +350,7 @@ def pool_stats(state: BatchStats, axis_names) -> BatchStats:
     names = parse_names(fn, axis_names)
     state = jax.tree.map(lax.stop_gradient, check_state(fn, state))
     if state.mean.ndim != len(state.names):
-        raise ValueError(
-            f"{fn}: state.mean has shape {state.mean.shape}, but its names are {quote(state.names)}.{stack_cure(state)}"
-        )
+        raise ValueError(f"{fn}: state.mean has shape {state.mean.shape}, but {_says(state.names)}.{stack_cure(state)}")
     axes = tuple(i for i, name in enumerate(state.names) if name in names)
     mapped = tuple(name for name in names if name not in state.names)
     for name in mapped:
@@ -347,7 +365,7 @@ def _require_bound(fn: str, state: BatchStats, name: str) -> None:
     except NameError:
         raise ValueError(
             f"{fn}: '{name}' is neither in the state's names {quote(state.names)} nor a mapped axis here; "
-            f"call inside shard_map, pmap or vmap with the axis name '{name}'."
+            f"call inside shard_map, pmap or vmap with the axis name '{name}'.{in_another_form(name, state.names)}"
         ) from None
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import normjax as nj
 from normjax import reference
@@ -105,6 +106,7 @@ def test_parameters_run_along_their_names_in_their_own_order(names, rng):
 
 # call(layout=…, axis_names=…) on zeros of a shape → the type of the error and the words that it must hold
 FOUR = (8, 7, 7, 64)
+NFC, NFD, MICRO, MU = "\u00e9", "e\u0301", "\u00b5", "\u03bc"
 BAD = [
     # the layout's grammar
     (5, "N", (8, 6), TypeError, ["layout must be a string", '"N H W C"', "got 5"]),
@@ -125,6 +127,14 @@ BAD = [
     ("N C=(G=x K)", "N", (8, 6), ValueError, ["size of factor 'G'", "positive integer", "not 'x'"]),
     ("N C=(G=2.5 K)", "N", (8, 6), ValueError, ["size of factor 'G'", "positive integer", "not '2.5'"]),
     ("N C=(G= K)", "N", (8, 6), ValueError, ["C=(G= K)"]),
+    (f"N C=(G={'1' * 5000} K)", "N", (8, 6), ValueError, ["factor 'G' has 5000 digits, more than any axis has"]),
+    (f"N C=(G={'0' * 5000} K)", "N", (8, 6), ValueError, ["factor 'G' has 5000 digits"]),
+    ("N C=(G=000 K)", "N", (8, 6), ValueError, ["size of factor 'G' must be a positive integer, not '000'"]),
+    (f"N C=(G={10**18} K)", "N", (8, 6), ValueError, ["size of factor 'G' has 19 digits"]),
+    (f"N C=(G={10**18 - 1} K)", "N", (8, 6), ValueError, [f"{10**18 - 1} does not divide"]),
+    ("=(G=2 K) C", "G", (8, 6), ValueError, ["'=(G=2 K)' has no name before its =", '"C=(G=32 K)" or "(G=32 K)"']),
+    ("= (G=2 K) C", "G", (8, 6), ValueError, ["'=(G=2 K)' has no name before its ="]),
+    ("N C=(=2 K)", "K", (8, 6), ValueError, ["'' is not a name"]),
     ("N C=()", "N", (8, 6), ValueError, ["at least one factor inside its parentheses", '"C=(G=32 K)"']),
     ("N C=(G=2 (K))", "N", (8, 6), ValueError, ["parentheses do not pair up, or nest", '"C=(G=32 K)"']),
     ("N C=(G=2 K", "N", (8, 6), ValueError, ["parentheses do not pair up"]),
@@ -155,13 +165,18 @@ BAD = [
     ("N C", "N data", (8, 6), ValueError, ["'data'", "neither in layout", "shard_map, pmap or vmap"]),
     ("N chanel", "channel", (8, 6), ValueError, ["'channel' is neither in layout", "Did you mean 'chanel'?"]),
     ("N C", "n", (8, 6), ValueError, ["'n' is neither in layout", "Did you mean 'N'?"]),
+    (f"{NFC} {NFD}", NFC, (8, 6), ValueError, [f"'{NFC}' stands twice"]),
+    (f"N {NFC}", (NFC, NFD), (8, 6), ValueError, [f"'{NFC}' is given twice"]),
+    (f"N {NFC}", NFD, (8, 6), ValueError, ["Two Unicode forms of one name: '\\xe9' there, 'e\\u0301' here"]),
+    (f"N {NFD}", NFC, (8, 6), ValueError, ["'e\\u0301' there, '\\xe9' here; write '\\xe9' in both, as Python"]),
+    (f"N {MICRO}", MU, (8, 6), ValueError, ["'\\xb5' there, '\\u03bc' here; write '\\u03bc' in both"]),
     ("N C", "NC", (8, 6), ValueError, ["'NC' is neither", 'For array axes write "N C".']),
 ]
 
 
 @pytest.mark.case(67)
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize(("layout", "axis_names", "shape", "error", "words"), BAD)
+@pytest.mark.parametrize(("layout", "axis_names", "shape", "error", "words"), BAD, ids=lambda part: f"{part!a:.40}")
 def test_a_broken_axis_spec_says_what_came_and_how_to_mend_it(layout, axis_names, shape, error, words, transform):
     with pytest.raises(error) as caught:
         transform(lambda x: nj.moments(x, layout=layout, axis_names=axis_names))(np.zeros(shape, np.float32))
@@ -169,6 +184,49 @@ def test_a_broken_axis_spec_says_what_came_and_how_to_mend_it(layout, axis_names
     assert message.startswith("moments: ")
     for word in words:
         assert word in message
+
+
+# layout, size of N → the words of the error, None where it works
+SYMBOLIC = {
+    (
+        "N=(B n=32) C",
+        "b",
+    ): "b (shape (b, 16)), which 32 does not divide for every value; write the symbolic size as 32*b.",
+    ("N=(B n=32) C", "16*b"): "which 32 does not divide for every value; write the symbolic size as 32*b.",
+    ("N=(B n=32) C", "b + 1"): "which 32 does not divide for every value; write the symbolic size as 32*b.",
+    ("N=(B=2 n=32) C", "b"): "which is not 64 for every value; give x that size, or leave one factor's size out.",
+    ("N=(B n=32) C", "32*b"): None,
+}
+
+
+@pytest.mark.parametrize(("layout", "size"), SYMBOLIC)
+def test_a_symbolic_size_that_a_split_does_not_divide_is_told_how_to_be_written(layout, size):
+    x = jax.ShapeDtypeStruct(export.symbolic_shape(f"{size}, 16"), np.float32)
+    norm = jax.jit(lambda x: nj.batch_norm(x, layout=layout, axis_names="n", train=True)[0])
+    words = SYMBOLIC[layout, size]
+    if words is None:
+        assert export.export(norm)(x).in_avals[0].shape == x.shape
+        return
+    with pytest.raises(ValueError, match=r"^batch_norm: layout=") as caught:
+        export.export(norm)(x)
+    assert words in str(caught.value)
+
+
+def test_names_that_look_alike_are_told_apart_wherever_an_array_runs_along_them():
+    x, told = np.zeros((4, 3), np.float32), r"forms of one name: '\xb5' there, '\u03bc' here; write '\u03bc' in both"
+    params, state = nj.Affine.init(**{MU: 3}), nj.BatchStats.init(**{MU: 3})
+    spec = {"layout": f"N {MICRO}", "axis_names": "N"}
+    moments = nj.moments(x, **spec)
+    other = nj.BatchStats(*[np.ones(3, np.float32)] * 2, np.ones(3, int), np.ones(3, np.float32), names=MICRO)
+    for call in (
+        lambda: nj.batch_norm(x, params, train=True, **spec),
+        lambda: nj.batch_norm(x, None, state, train=False, **spec),
+        lambda: nj.update(state, moments),
+        lambda: nj.pool_stats(other, MU),
+    ):
+        with pytest.raises(ValueError, match=r".") as caught:
+            call()
+        assert told in str(caught.value)
 
 
 LAYERS = ["batch_norm", "sync_batch_norm", "layer_norm", "instance_norm", "group_norm", "rms_norm"]
@@ -228,7 +286,8 @@ def test_the_messages_of_the_contract_are_word_for_word(call, message):
                 "groups: 64, one for each C",
                 "entries in a group: m = 392",
                 'statistics: shape (64,), names "C"',
-                "parameters along kept axes: Affine.init(C=64); along pooled axes: Affine.init(N=8, H=7, W=7)",
+                "parameters along kept axes, as of batch and instance norm: Affine.init(C=64)",
+                "parameters along pooled axes, as of layer and RMS norm: Affine.init(N=8, H=7, W=7)",
             ],
         ),
         (
@@ -240,7 +299,8 @@ def test_the_messages_of_the_contract_are_word_for_word(call, message):
                 "groups: 64, one for each N G",
                 "entries in a group: m = 10",
                 'statistics: shape (2, 32), names "N G"',
-                "parameters along kept axes: Affine.init(N=2, G=32); along pooled axes: Affine.init(L=5, K=2)",
+                "parameters along kept axes, as of batch and instance norm: Affine.init(N=2, G=32)",
+                "parameters along pooled axes, as of layer and RMS norm: Affine.init(L=5, K=2)",
             ],
         ),
         (
@@ -252,7 +312,8 @@ def test_the_messages_of_the_contract_are_word_for_word(call, message):
                 "groups: 6, one for each C",
                 "entries in a group: m = 8 × the size of mapped axis 'data'",
                 'statistics: shape (6,), names "C"',
-                "parameters along kept axes: Affine.init(C=6); along pooled axes: Affine.init(N=8)",
+                "parameters along kept axes, as of batch and instance norm: Affine.init(C=6)",
+                "parameters along pooled axes, as of layer and RMS norm: Affine.init(N=8)",
             ],
         ),
         (
@@ -264,7 +325,8 @@ def test_the_messages_of_the_contract_are_word_for_word(call, message):
                 "groups: 1, all entries in one",
                 "entries in a group: m = 4",
                 'statistics: shape (), names ""',
-                "parameters along kept axes: none; along pooled axes: Affine.init(N=4)",
+                "parameters along kept axes, as of batch and instance norm: none",
+                "parameters along pooled axes, as of layer and RMS norm: Affine.init(N=4)",
             ],
         ),
         (
@@ -276,7 +338,8 @@ def test_the_messages_of_the_contract_are_word_for_word(call, message):
                 "groups: 12, one for each ...",
                 "entries in a group: m = 2",
                 'statistics: shape (3, 4), names "..."',
-                'parameters along kept axes: Affine(scale, bias, names="..."); along pooled axes: Affine.init(N=2)',
+                'parameters along kept axes, as of batch and instance norm: Affine(scale, bias, names="...")',
+                "parameters along pooled axes, as of layer and RMS norm: Affine.init(N=2)",
             ],
         ),
     ],

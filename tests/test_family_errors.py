@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import normjax as nj
 from normjax import reference
@@ -36,7 +37,15 @@ ERRORS = [
         TypeError,
         ["params must be a normjax.Affine or None", "got dict", "Affine(scale, bias"],
     ),
-    ({"params": np.ones(3)}, TypeError, ["params must be a normjax.Affine or None", "got ndarray"]),
+    *(
+        ({"params": array}, TypeError, ["must be a normjax.Affine or None; got an array. Wrap arrays as Affine("])
+        for array in (np.ones(3), jnp.ones(3))
+    ),
+    (
+        {"params": nnx.Param(nj.Affine.init(C=3))},
+        TypeError,
+        ["params must be a normjax.Affine or None; got Param, a variable: pass variable.get_value()."],
+    ),
     ({"params": nj.Affine.init(Q=3)}, ValueError, ["params.scale runs along 'Q'", 'not in layout "N C"']),
     (
         {"params": nj.Affine(np.ones(4), None, "C")},
@@ -45,7 +54,21 @@ ERRORS = [
     ),
     ({"params": nj.Affine(np.ones(3), np.ones(2), "C")}, ValueError, ["params.bias has shape (2,)", "axis 'C'"]),
     ({"params": nj.Affine(np.ones((1, 3)), None, "C")}, ValueError, ["params.scale has shape (1, 3)", "'C' say one"]),
-    ({"params": nj.Affine(np.ones(3), None)}, ValueError, ["params.scale has shape (3,)", "names no axis: a scalar"]),
+    (
+        {"params": nj.Affine(np.ones(3), None)},
+        ValueError,
+        ["params.scale has shape (3,)", 'a scalar; pass names, as in names="C".'],
+    ),
+    (
+        {"params": nj.Affine(np.ones((4, 3)), None)},
+        ValueError,
+        ["params.scale has shape (4, 3)", 'a scalar; pass names, as in names="N C".'],
+    ),
+    (
+        {"params": nj.Affine(np.ones(5), None), "layout": "N D"},
+        ValueError,
+        ["params.scale has shape (5,)", 'a scalar; pass names, as in names="C".'],
+    ),
     ({"params": nj.Affine(np.ones(3, complex), None, "C")}, TypeError, ["params.scale is complex", "x is real"]),
     (
         {"params": nj.Affine.init(N=4)},
@@ -53,7 +76,28 @@ ERRORS = [
         ["params runs along 'N'", 'axis_names="N" reduces', "batch norm scales the axes it keeps"],
     ),
     # state
-    ({"state": 3}, TypeError, ["state must be a normjax.BatchStats", "got int"]),
+    (
+        {"state": 3},
+        TypeError,
+        ["must be a normjax.BatchStats; got int. Start from BatchStats.init(C=64), or wrap arrays as BatchStats("],
+    ),
+    ({"state": (1, 2)}, TypeError, ["got tuple. Start from BatchStats.init(C=64), or"]),
+    ({"state": (1, STATE)}, TypeError, ["got tuple. It is what a norm returns, y and the state: pass the second."]),
+    ({"state": jnp.ones(3)}, TypeError, ["state must be a normjax.BatchStats; got an array. Start from"]),
+    (
+        {"state": nnx.BatchStat(STATE)},
+        TypeError,
+        ["got BatchStat, a variable: pass variable.get_value(). Start from BatchStats.init(C=64)"],
+    ),
+    (
+        {"state": nj.BatchStats(STATE.mean, STATE.var, STATE.count, STATE.weight)},
+        ValueError,
+        [
+            "state.mean has shape (3,)",
+            'it names no axis: a scalar; pass names, as in names="C". If the further axis holds replicas',
+            'names="device"), "device")',
+        ],
+    ),
     ({"state": nj.BatchStats.init(N=4)}, ValueError, ["state runs along 'N'", 'axis_names="N" pools', "kept axes"]),
     ({"state": nj.BatchStats.init(Q=3)}, ValueError, ["state.mean runs along 'Q'", 'not in layout "N C"']),
     ({"state": nj.BatchStats.init(C=4)}, ValueError, ["state.mean has shape (4,)", "axis 'C'", "size 3"]),
@@ -106,7 +150,8 @@ ERRORS = [
     ({"dtype": jnp.int32}, TypeError, ["dtype=", "int32", "must be a floating-point dtype"]),
     ({"dtype": "nope"}, TypeError, ["dtype=", "nope", "floating-point dtype"]),
     ({"derivative": "backprop"}, ValueError, ["derivative='backprop' is not one of 'vjp', 'jvp', 'autodiff'"]),
-    ({"running": 0.9}, TypeError, ["running must be an Ema or a Cumulative", "got float"]),
+    ({"running": 0.9}, TypeError, ["got float. Write the weight of the new batch as Ema(0.1)"]),
+    ({"running": np.ones(1)}, TypeError, ["running must be an Ema or a Cumulative; got an array. Write"]),
     ({"x": None}, TypeError, ["x must be an array of numbers", "not NoneType"]),
     ({"x": "abc"}, TypeError, ["x must be an array of numbers", "not str"]),
     ({"x": [[1, 2], [3]]}, TypeError, ["x must be an array of numbers", "not list"]),

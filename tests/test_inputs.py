@@ -87,6 +87,24 @@ LAYOUTS = {
         r"normalize: axis_index_groups=.*0\.0",
     ),
 }
+NO_NUMBERS = [
+    (np.array([object()]), "of dtype object"),
+    (np.array(["a"]), "of dtype <U1"),
+    (np.array(["2015-02-11"], "datetime64[D]"), r"of dtype datetime64\[D\]"),
+    (np.array([1], "timedelta64[D]"), r"of dtype timedelta64\[D\], which JAX lacks: convert it first"),
+    (np.zeros(2, "V4"), r"of dtype \|V4"),
+    ({}, "dict"),
+    (jax.ShapeDtypeStruct((4, 3), np.float32), "ShapeDtypeStruct"),
+    ([[1, 2], [3]], "list: its parts differ in shape"),
+    ((np.ones(2), jnp.ones(3)), "tuple: its parts differ in shape"),
+    ([np.ones(2, bool), np.ones(3, bool)], "list: its parts differ in shape"),
+    ([1, [2, "few"]], "list: it holds 'few'"),
+    ([None, 1], "list: it holds None"),
+    ([np.array(["a"])], "list: it holds an array of dtype <U1"),
+    ([{"a": "b" * 100}], r"list: it holds \{'a': 'b+\.\.\."),
+    ([10**400], "list: it holds an integer that is too large for JAX; make it a float"),
+    (10**400, "int: it is too large for JAX; make it a float"),
+]
 ARRAYS = {
     "mask 'abc'": (lambda: layer(where="abc"), TypeError, r"layer_norm: where .*str"),
     "mask object": (lambda: layer(where=object()), TypeError, r"layer_norm: where .*object"),
@@ -104,6 +122,14 @@ ARRAYS = {
         TypeError,
         r"layer_norm: params\.scale .*key",
     ),
+    **{
+        f"x {number}, {words:.20}": (
+            lambda value=value: nj.moments(value, **ROW),
+            TypeError,
+            rf"^moments: x must be an array of numbers, not {words}\.$",
+        )
+        for number, (value, words) in enumerate(NO_NUMBERS)
+    },
     "merge without mean": (lambda: nj.merge(Moments(None, ONES, ONES, "C")), TypeError, r"merge: moments\.mean .*None"),
     "merge without count": (
         lambda: nj.merge(Moments(ONES, ONES, None, "C")),
@@ -156,6 +182,31 @@ ARRAYS = {
         lambda: nj.merge(Moments(X[:2], X[:2], ONES[:2], "C"), axis=1),
         ValueError,
         r"merge: .*mean \(2, 3\).* count \(2,\)",
+    ),
+    "moments of no names": (
+        lambda: nj.update(STATE, Moments(ONES, ONES, ONES)),
+        ValueError,
+        r"update: state runs along 'C', but the moments run along no axis\. Give the moments their names, as in ",
+    ),
+    "scalar moments": (
+        lambda: nj.update(STATE, Moments(1.0, 1.0, 4.0)),
+        ValueError,
+        r"update: state runs along 'C', but the moments run along no axis\. For a factor of a split axis ",
+    ),
+    "update of no names": (
+        lambda: nj.update(stats(names=()), Moments(1.0, 1.0, 4.0)),
+        ValueError,
+        r"update: state\.mean has shape \(3,\), but it names no axis: a scalar \(pass names, .* If the further axis",
+    ),
+    "pooling no names": (
+        lambda: nj.pool_stats(stats(names=()), "device"),
+        ValueError,
+        r"pool_stats: state\.mean has shape \(3,\), but it names no axis: a scalar \(pass names, .* If the further",
+    ),
+    "moments as an array": (
+        lambda: normalize(moments=jnp.ones(3)),
+        TypeError,
+        r"normalize: moments must be .*; got an array\. Take them from normjax\.moments",
     ),
     "merge along a name": (lambda: nj.merge(MOMENTS, axis="a"), TypeError, r"merge: axis .*'a'"),
     "merge along 0.5": (lambda: nj.merge(MOMENTS, axis=0.5), TypeError, r"merge: axis .*0\.5"),

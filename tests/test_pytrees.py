@@ -69,19 +69,29 @@ def test_equality_is_identity_so_that_it_never_asks_an_array_for_its_truth(make)
         ),
         (
             nj.BatchStats.init(C=64),
-            "BatchStats(mean=float32[64], var=float32[64], count=int32[], weight=float32[64], names='C')",
+            "BatchStats(mean=float32[64], var=float32[64], count=int32(0), weight=float32[64], names='C')",
+        ),
+        (
+            nj.BatchStats(np.float32(0.1), jnp.bfloat16(2), np.array(7), 1.5),
+            "BatchStats(mean=float32(0.1), var=bfloat16(2), count=int64(7), weight=1.5, names='')",
+        ),
+        (
+            nj.Affine(jax.random.key(0), jax.ShapeDtypeStruct((), jnp.float32)),
+            "Affine(scale=key<fry>[], bias=float32[], names='', zero_centered=False)",
         ),
         (nj.Moments(1, None, P("data")), f"Moments(mean=1, var=None, count={P('data')!r}, names='')"),
     ],
 )
-def test_the_repr_shows_shapes_and_names(tree, text):
+def test_the_repr_shows_shapes_names_and_the_values_of_scalars(tree, text):
     assert repr(tree) == text
 
 
-def test_the_repr_of_a_tracer_shows_its_shape():
+def test_the_repr_of_what_has_no_value_shows_its_shape():
     seen = []
-    jax.jit(lambda tree: seen.append(repr(tree)))(nj.Affine.init(C=3))
-    assert seen == ["Affine(scale=float32[3], bias=float32[3], names='C', zero_centered=False)"]
+    jax.jit(lambda tree: seen.append(repr(tree)))(nj.Affine.init())
+    gone = nj.Affine.init()
+    jax.tree.map(lambda leaf: leaf.delete(), gone)
+    assert [*seen, repr(gone)] == ["Affine(scale=float32[], bias=float32[], names='', zero_centered=False)"] * 2
 
 
 ANYTHING = [None, 0, "spec", P("data"), object(), nnx.Param(jnp.ones(3)), jax.ShapeDtypeStruct((3,), jnp.float32)]
