@@ -72,6 +72,17 @@ def test_the_first_example_learns_and_its_running_statistics_serve_evaluation(re
     np.testing.assert_allclose(evaluated, trained, rtol=0.05)
 
 
+def test_the_flax_example_learns(readme):
+    losses = readme("class Net(nnx.Module)")["nnx_losses"]
+    assert losses[-1] < losses[0] - 0.01
+
+
+def test_the_checkpoint_of_the_readme_is_taken_as_pytorch_means_it(readme):
+    names = readme("from_torch")
+    assert names["ported"].running == nj.Ema.torch(0.1)
+    np.testing.assert_allclose(names["y"], names["x"] / np.sqrt(1 + 1e-5), rtol=1e-6)
+
+
 def test_the_synchronised_example_equals_the_whole_batch(readme):
     names = readme("sync_batch_norm")
     whole, _ = nj.normalize(names["x"], names["params"], layout="N H W C", axis_names="N H W")
@@ -107,7 +118,7 @@ def test_the_cast_first_recipe_stays_in_bfloat16(readme):
 
 
 def test_the_optimiser_example_decays_the_kernel_alone(readme):
-    updates = readme("decay_mask")["updates"]
+    updates = readme("mask=nj.decay_mask)\nupdates")["updates"]
     assert float(jnp.max(updates["dense"]["kernel"])) < 0
     for spared in (updates["dense"]["bias"], updates["norm"].scale, updates["norm"].bias):
         np.testing.assert_array_equal(spared, 0)
