@@ -172,7 +172,7 @@ def _batch_norm(
         )
         return y, state
     if running.unbiased and train and where is None and spec.group_size == 1:
-        check_unbiased(fn, running, _mapped.total_size(spec, axis_index_groups))
+        check_unbiased(fn, running, _mapped.fewest_devices(spec, axis_index_groups))
     y, moments = normalize_by(
         spec,
         x,

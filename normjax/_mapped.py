@@ -43,17 +43,16 @@ def axis_size(spec: Spec, name: str) -> int:
         raise unbound_error(spec, name) from None
 
 
-def total_size(spec: Spec, groups: Sequence[Sequence[int]] | None) -> int | None:
-    """Over how many devices a mean runs; None where `axis_index_groups` differ in size."""
+def fewest_devices(spec: Spec, groups: Sequence[Sequence[int]] | None) -> int:
+    """Over how many devices a mean runs: in the smallest group where `axis_index_groups` differ in size."""
     if groups is not None:
         check_groups(spec, groups)
-        sizes = {len(group) for group in groups}
-        return sizes.pop() if len(sizes) == 1 else None
+        return min(len(group) for group in groups if len(group))
     return math.prod(axis_size(spec, name) for name in spec.mapped)
 
 
 def check_groups(spec: Spec, groups: Sequence[Sequence[int]]) -> None:
-    """Raises ValueError unless the groups hold every index of the one mapped axis exactly once."""
+    """Raises ValueError unless the groups (no iterators) hold every index of the one mapped axis exactly once."""
     if len(spec.mapped) != 1:
         raise ValueError(
             f"{spec.fn}: axis_index_groups subdivides exactly one mapped axis, but axis_names="
@@ -61,7 +60,9 @@ def check_groups(spec: Spec, groups: Sequence[Sequence[int]]) -> None:
         )
     size = axis_size(spec, spec.mapped[0])
     try:
-        indices = sorted(operator.index(index) for group in groups for index in group)
+        once = any(iter(part) is part for part in (groups, *groups))
+        found = (-1 if isinstance(i, bool) else operator.index(i) for group in groups for i in group)
+        indices = None if once else sorted(found)
     except TypeError:
         indices = None
     if indices != list(range(size)):

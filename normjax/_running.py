@@ -241,7 +241,11 @@ def updated(fn: str, state: BatchStats, moments: Moments, running: Ema | Cumulat
     state, moments = check_state(fn, state), checked_moments(fn, moments)
     check_unbiased(fn, running, None)
     if state.count.ndim:
-        raise ValueError(f"{fn}: state.count has shape {state.count.shape} but must be a scalar.{stack_cure(state)}")
+        cure = stack_cure(state) or (
+            " If it alone has the axis of replicas (restored from pmap, say), take the largest count, as pool_stats "
+            "does: dataclasses.replace(state, count=state.count.max())."
+        )
+        raise ValueError(f"{fn}: state.count has shape {state.count.shape} but must be a scalar.{cure}")
     if jnp.iscomplexobj(moments.mean) and not jnp.iscomplexobj(state.mean):
         raise TypeError(
             f"{fn}: state.mean is {state.mean.dtype} but the batch's mean is {moments.mean.dtype}; "

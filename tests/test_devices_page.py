@@ -16,7 +16,7 @@ import normjax as nj
 from normjax import reference
 from tests.quick import quick_jit
 from tests.sync.mappings import DATA, GRADIENT, PARAMETER, Jit, Pmap, ShardMap
-from tests.sync.test_processes import free_port, run_all
+from tests.sync.test_processes import on_a_port
 
 PAGE = (Path(__file__).parents[1] / "docs" / "devices.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -231,20 +231,14 @@ def close(actual, wanted):
 
 def losses_of_hosts(script: Path, hosts: int) -> list[list[float]]:
     """What the program for several hosts prints on each of them, each with two CPU devices."""
-    for attempt in range(3):
-        address = f"127.0.0.1:{free_port()}"
-        logs = [script.with_suffix(f".{attempt}.{host}.log") for host in range(hosts)]
-        commands = [[sys.executable, str(script), address, str(hosts), str(host)] for host in range(hosts)]
-        ended = run_all(commands, logs, seconds=100)
-        said = [log.read_text() for log in logs]
-        if all(process.returncode == 0 for process in ended):
-            return [
-                [float(loss) for loss in re.findall(rf"^host {host} step \d+ loss (\S+)$", text, re.MULTILINE)]
-                for host, text in enumerate(said)
-            ]
-        if not any("in use" in text for text in said):
-            break  # only another program that took the port in between is worth another attempt
-    raise AssertionError("\n".join(said))
+    commands = lambda port: [  # noqa: E731
+        [sys.executable, str(script), f"127.0.0.1:{port}", str(hosts), str(host)] for host in range(hosts)
+    ]
+    said = on_a_port(commands, [script.with_suffix(f".{host}.log") for host in range(hosts)])
+    return [
+        [float(loss) for loss in re.findall(rf"^host {host} step \d+ loss (\S+)$", text, re.MULTILINE)]
+        for host, text in enumerate(said)
+    ]
 
 
 def test_the_program_for_several_hosts_trains_as_one_device_does(tmp_path, monkeypatch, x64):

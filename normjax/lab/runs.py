@@ -119,6 +119,7 @@ class RunFolder:
         self._manager = ocp.CheckpointManager((path / CHECKPOINTS).absolute(), options=options)
         self._metrics: TextIO | None = None
         self._step = 0  # of the newest whole checkpoint
+        self._config: Config | None = None  # of the file
 
     @classmethod
     def create(cls, path: Path, config: Config) -> "RunFolder":
@@ -129,7 +130,9 @@ class RunFolder:
             write_atomically(path / CONFIG, configs.to_toml(config).encode())
         except OSError as error:
             raise UserError(f"--out {path}: cannot be written ({error.strerror}); name another place") from None
-        return cls(path)
+        folder = cls(path)
+        folder._config = config
+        return folder
 
     @classmethod
     def reopen(cls, path: Path, config: Config, per_epoch: int) -> "RunFolder":
@@ -143,6 +146,7 @@ class RunFolder:
             raise _unreadable(path, max(steps), reason)
         folder = cls(path)
         folder._step = max(whole)
+        folder._config = configs.load(str(path / CONFIG))
         saved = folder._read("config", ocp.args.JsonRestore())
         _agree(path, config, configs.resolve(saved, "checkpoint", {}), "its checkpoint", f"mend {path / CONFIG}")
         _check_metrics(path, folder._step, config, per_epoch)
@@ -170,7 +174,7 @@ class RunFolder:
         self._metrics.flush()
 
     def save(self, step: int, state: Any, config: Config) -> None:
-        """Write the checkpoint after `step` steps, then drop the one before it."""
+        """Write the checkpoint after `step` steps, then drop the one before it; a new number of devices is kept."""
         assert self._metrics is not None
         if step in self._manager.all_steps():
             return
@@ -179,6 +183,9 @@ class RunFolder:
         self._manager.save(step, args=ocp.args.Composite(state=state_item, config=config_item))
         self._manager.wait_until_finished()
         self._write_digests(step)
+        if config != self._config:
+            write_atomically(self.path / CONFIG, configs.to_toml(config).encode())
+            self._config = config
         self._keep_only(step)
 
     def _keep_only(self, step: int) -> None:

@@ -109,8 +109,11 @@ def test_fifty_steps_in_float64_are_those_of_one_device(name, jobs, whole, tmp_p
 @pytest.mark.parametrize(("first", "then"), [("eight", "mesh of one"), ("mesh of one", "eight")])
 def test_a_run_goes_on_on_another_number_of_devices(first, then, jobs, whole, tmp_path, x64):
     folder = jobs[first].fit(tmp_path / "run", stop_after=20)
+    assert runs.resumed_config(folder, None, {}) == jobs[first].config
     jobs[then].fit(folder, resume=True)
     assert_same_run(folder, whole)
+    # What `--resume` alone goes on with, if the run is stopped once more.
+    assert runs.resumed_config(folder, None, {}) == jobs[then].config
 
 
 @pytest.fixture(scope="module")

@@ -78,6 +78,10 @@ BROKEN = {
     "an index out of range": [[0, 1], [2, 4]],
     "no lists": [0, 1, 2, 3],
     "no indices": [["a"], [1, 2, 3]],
+    "bools": [[False, True], [2, 3]],
+    "a bool and its number": [[True], [0, 1, 2, 3]],
+    "an iterator": iter([[0, 1], [2, 3]]),
+    "a list of iterators": [iter([0, 1]), iter([2, 3])],
 }
 
 
@@ -109,3 +113,17 @@ def test_a_mesh_of_two_axes_is_the_same_as_groups(rng):
     meshed = ShardMap(("group", "data"), (2, 2)).wrap(layer(None, "N data"), (DATA,), (DATA,))
     (y,), (z,) = quick_jit(grouped)(x), quick_jit(meshed)(x[np.array(GROUPS["equal"])])
     np.testing.assert_allclose(np.asarray(y)[np.array(GROUPS["equal"])], z, atol=1e-6)
+
+
+@pytest.mark.parametrize("groups", [GROUPS["unequal"], [[i] for i in range(4)]])
+def test_one_entry_in_the_smallest_group_has_no_unbiased_variance(groups):
+    x, state = np.zeros((4, 1, 3), np.float32), nj.BatchStats.init(C=3)  # one row on each of four devices
+
+    def train(groups):
+        options = {"axis_index_groups": groups, "running": nj.Ema(0.1, unbiased=True), **OPTIONS}
+        return jax.eval_shape(jax.vmap(lambda x: nj.batch_norm(x, None, state, **options)[0], axis_name="data"), x)
+
+    with pytest.raises(ValueError, match=r"^batch_norm: running=.*m = 1 here"):
+        train(groups)
+    for fine in (None, GROUPS["equal"], [[], [0, 1, 2, 3]]):
+        train(fine)

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import normjax as nj
 from normjax import reference
 from tests.quick import quick_jit
-from tests.sync.mappings import DATA, ShardMap, Vmap
+from tests.sync.mappings import DATA, ShardMap, Vmap, make_mesh
 
 X = np.zeros((2, 2, 4, 3), np.float32)
 INNER = Vmap(("inner",), (2,))
@@ -73,6 +74,47 @@ def test_a_vmap_axis_that_is_not_pooled_is_no_hindrance(check, rng):
     x = rng.normal(1.5, 2.0, X.shape).astype(np.float32)
     (y,) = quick_jit(nested(check, lambda x: FUNCTIONS["batch_norm"](x, "N data")))(x)
     np.testing.assert_allclose(y, reference.normalize(x, layout="D I N C", axis_names="D N"), rtol=0, atol=3e-5)
+
+
+def of_members(function, *, check: bool, spmd_axis_name: str | None = "member"):
+    """The sum of cubes over two members with an axis of the mesh to themselves, each spread over two devices."""
+    mesh = make_mesh(("member", "data"), (2, 2))
+    one = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check)
+    return lambda x: jnp.sum(jax.vmap(one, spmd_axis_name=spmd_axis_name)(x) ** 3)
+
+
+MEMBERS = np.zeros((2, 4, 3), np.float32)
+WITH_A_PROGRAM_INSIDE = {
+    "plain checkpoint": jax.checkpoint(lambda x: jnp.sin(x) * x),
+    "plain scan": lambda x: jax.lax.scan(lambda carry, _: (carry * carry, None), x, None, length=2)[0],
+    "plain platform_dependent": lambda x: jax.lax.platform_dependent(x, cpu=lambda x: x * x, default=lambda x: x * x),
+    **{
+        f"batch_norm, {names}, {derivative}": lambda x, names=names, derivative=derivative: nj.batch_norm(
+            x, axis_names=names, derivative=derivative, **OPTIONS
+        )[0]
+        for names in ("N", "N data")
+        for derivative in ("vjp", "jvp")
+    },
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_PROGRAM_INSIDE)
+def test_jax_itself_has_no_gradient_of_vmap_with_a_mesh_axis_around_checked_shard_map(name):
+    """Wherever a program is stored within: ours have such, too. Outside of gradients they work."""
+    function = WITH_A_PROGRAM_INSIDE[name]
+    jax.eval_shape(of_members(function, check=True), MEMBERS)
+    with pytest.raises(ValueError, match=r"varying|cotangent type"):
+        jax.eval_shape(jax.grad(of_members(function, check=True)), MEMBERS)
+
+
+@pytest.mark.parametrize(("check", "spmd_axis_name"), [(False, "member"), (True, None)])
+def test_both_ways_out_of_that_which_the_page_names_work(check, spmd_axis_name, rng, x64):
+    x = rng.normal(1.5, 2.0, (2, 4, 3))
+    norm = WITH_A_PROGRAM_INSIDE["batch_norm, N data, vjp"]
+    slope = quick_jit(jax.grad(of_members(norm, check=check, spmd_axis_name=spmd_axis_name)))(x)
+    spec = {"layout": "M N C", "axis_names": "N"}
+    wanted, *_ = reference.backward(x, 3 * reference.normalize(x, **spec) ** 2, **spec)
+    np.testing.assert_allclose(slope, wanted, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.case(48)

@@ -1,10 +1,12 @@
 """Two processes with two devices each equal one process with four, by shard_map, jit and pmap."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -17,6 +19,8 @@ from tests.sync import worker
 ROOT = Path(__file__).parents[2]
 PROCESSES, DEVICES_EACH = 2, 2
 RESULTS = ("y", "dx", "dscale", "dbias", "mean", "var")
+# What jax.distributed says of a port that is taken: jax 0.10 the first alone.
+TAKEN = re.compile("No address added|in use")
 
 
 def free_port() -> int:
@@ -46,24 +50,36 @@ def run_all(commands, logs, seconds: float) -> list[subprocess.Popen]:
     return started
 
 
+def on_a_port(
+    commands: Callable[[int], Sequence[list[str]]], logs: Sequence[Path], find: Callable[[], int] = free_port
+) -> list[str]:
+    """What each of the commands for a port wrote, once all have ended well; AssertionError with it otherwise.
+
+    Where another program took the port in between, they have two more attempts.
+    """
+    for _ in range(3):
+        # A few seconds are enough; a machine that is busy with other tests takes longer.
+        ended = run_all(commands(find()), logs, seconds=100)
+        said = [log.read_text() for log in logs]
+        if all(process.returncode == 0 for process in ended):
+            return said
+        if not any(TAKEN.search(text) for text in said):
+            break
+    raise AssertionError("\n".join(said))
+
+
 def held_by_processes(folder: Path) -> list[dict[str, np.ndarray]]:
     """What each process held in the end."""
-    for attempt in range(3):
-        port = free_port()
-        files = [folder / f"{attempt}-{process}" for process in range(PROCESSES)]
-        logs = [path.with_suffix(".log") for path in files]
-        commands = [
+    files = [folder / str(process) for process in range(PROCESSES)]
+
+    def commands(port):
+        return [
             [sys.executable, "-m", "tests.sync.worker", *map(str, (port, process, PROCESSES, DEVICES_EACH, path))]
             for process, path in enumerate(files)
         ]
-        # A few seconds are enough; a machine that is busy with other tests takes longer.
-        ended = run_all(commands, logs, seconds=100)
-        if all(process.returncode == 0 for process in ended):
-            return [dict(np.load(path.with_suffix(".npz"))) for path in files]
-        said = "\n".join(path.read_text() for path in logs)
-        if "in use" not in said:
-            break  # only another program that took the port in between is worth another attempt
-    raise AssertionError(said)
+
+    on_a_port(commands, [path.with_suffix(".log") for path in files])
+    return [dict(np.load(path.with_suffix(".npz"))) for path in files]
 
 
 def on_one_device() -> dict[str, np.ndarray]:
@@ -99,3 +115,26 @@ def test_no_process_is_left_behind_by_one_that_hangs_or_fails(other, tmp_path):
         assert process.returncode != 0
         with pytest.raises(ProcessLookupError):
             os.kill(process.pid, 0)
+
+
+def test_a_port_that_another_program_took_is_tried_no_further(tmp_path):
+    code = "import jax; jax.distributed.initialize('127.0.0.1:{0}', 1, 0); print({0}); jax.distributed.shutdown()"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken, free = other.getsockname()[1], free_port()
+        ports = iter([taken, free])
+        said = on_a_port(
+            lambda port: [[sys.executable, "-c", code.format(port)]], [tmp_path / "log"], lambda: next(ports)
+        )
+    assert str(free) in said[0].split()
+
+
+def test_processes_that_fail_by_themselves_have_one_attempt(tmp_path):
+    ports = iter([1])
+    with pytest.raises(AssertionError, match="no such norm"):
+        on_a_port(
+            lambda port: [[sys.executable, "-c", "raise SystemExit('no such norm')"]],
+            [tmp_path / "log"],
+            lambda: next(ports),
+        )

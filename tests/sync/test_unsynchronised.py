@@ -1,5 +1,7 @@
 """Replicas that were trained apart: they are not taken for one state, and `pool_stats` makes them one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,6 +102,16 @@ def test_a_restored_state_with_a_leading_device_axis_is_an_error_that_names_the_
     assert cured.names == ("C",)
     np.testing.assert_allclose(cured.mean, state.mean.mean(0), atol=1e-6)
     np.testing.assert_allclose(cured.var, state.var.mean(0) + jnp.var(state.mean, 0), atol=1e-5)
+
+
+@pytest.mark.parametrize("call", ["training", "update"])
+def test_a_state_whose_count_alone_has_an_axis_is_an_error_that_names_the_cure(call):
+    state = dataclasses.replace(nj.BatchStats.init(C=3), count=jnp.array([3, 5, 4], jnp.int32))
+    with pytest.raises(ValueError, match=r"state\.count has shape \(3,\) but must be a scalar") as caught:
+        CALLS[call](state)
+    cure = "dataclasses.replace(state, count=state.count.max())"
+    assert f"take the largest count, as pool_stats does: {cure}." in str(caught.value)
+    assert eval(cure, {"dataclasses": dataclasses, "state": state}).count == 5
 
 
 def test_a_restored_state_under_a_mapping_is_an_error_that_names_the_cure(rng):
