@@ -9,7 +9,6 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 import numpy as np
 from jax import export
-from jax.core import Tracer
 
 T = TypeVar("T")
 
@@ -100,10 +99,10 @@ def _from_state_dict(instance: Any, state: dict[str, Any]) -> Any:
 
 def _show_array(array: Any) -> str:
     """`float32[64]`, and a scalar that can be read `int32(3)`."""
-    if array.shape == () and isinstance(array, (jax.Array, np.ndarray, np.generic)) and not isinstance(array, Tracer):
+    if array.shape == () and isinstance(array, (jax.Array, np.ndarray, np.generic)):
         try:
             return f"{array.dtype}({np.asarray(array)!s})"
-        except (RuntimeError, TypeError, ValueError):  # deleted, random keys, on other processes
+        except (RuntimeError, TypeError, ValueError):  # traced, deleted, random keys, on other processes
             pass
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
