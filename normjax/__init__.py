@@ -16,7 +16,7 @@ The rooms:
   _pytree.py       what the three pytrees share
   convert.py       checkpoints of PyTorch and Flax, there and back
   linen.py         Flax linen's norms, by the core
-  nnx.py           Flax nnx's norms, by the core; batch norm in _nnx_batch.py
+  nnx.py           Flax nnx's norms, too; also _nnx_batch.py (batch norm), _nnx_replace.py and _nnx_swap.py (`replace`)
   _flax.py         Flax's arguments in the core's words, for both; the axes in _flax_axes.py
   reference.py     the textbook in NumPy float64, to test against
   lab/, cli.py     `normjax train`
