@@ -3,7 +3,8 @@
 The tolerance. Statistics are computed in float32 at least, and a sum of m rounded terms errs like a random walk: by
 k·eps(statistics' dtype)·√m of the largest expected number, where k = 16 covers the few sums and products that follow
 one another, and k = 64 the twice as many, twice nested, of a second derivative. A result in half precision is rounded
-once more at the end, by eps(its dtype) of itself; a second derivative is made of several such results.
+once more at the end, by eps(its dtype) of itself; a second derivative is made of several such results, and where it is
+a sum of n of them, as a parameter's is, their roundings err by √n.
 """
 
 import functools
@@ -78,7 +79,7 @@ class Run:
         rounded = 0.0
         if jnp.finfo(rounded_in).bits < 32:
             rounded = float(jnp.finfo(rounded_in).eps) * roundings
-            exact += rounded * size if roundings > 1 else float(jnp.finfo(rounded_in).tiny)
+            exact += rounded * size * np.sqrt(m / expected.size) if roundings > 1 else float(jnp.finfo(rounded_in).tiny)
         np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=rounded, atol=exact, equal_nan=True)
 
     def output_is_right(self, y, draw: int = 0, params: int = 0):
