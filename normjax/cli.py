@@ -108,7 +108,8 @@ def _train_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("keys of the config, each over what the file says")
     for key, field in configs.all_keys().items():
         doc = field.metadata["doc"].replace("%", "%%")
-        group.add_argument(f"--{key}", metavar="VALUE", dest=key, help=f"{doc} (the default: {_shown(field.default)})")
+        flags = [f"--{name}" for name in (field.metadata["short"], key) if name]
+        group.add_argument(*flags, metavar="VALUE", dest=key, help=f"{doc} (the default: {_shown(field.default)})")
     return parser
 
 

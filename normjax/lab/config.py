@@ -24,14 +24,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "none": {"layout": "N H W C", "axis_names": "", "bias": True},
 }
 DERIVATIVES = ("vjp", "jvp", "autodiff")
+KINDS = ("pure", "linen", "nnx")
 DEVICE_AXIS = "data"  # the mapped axis over which a batch is split, as norm.axis_names calls it
 _MAX_SEED = 2**31 - 1
 _MAX_DEVICES = 4096
 
 
-def _key(default: Any, doc: str) -> Any:
-    """A dataclass field that carries the line `--help` shows for it."""
-    return field(default=default, metadata={"doc": doc})
+def _key(default: Any, doc: str, *, short: str | None = None) -> Any:
+    """A dataclass field that carries the line `--help` shows for it, and a shorter name on the command line."""
+    return field(default=default, metadata={"doc": doc, "short": short})
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class ModelConfig:
     """The network: blocks of convolution, norm and relu, then one dense layer."""
 
     features: tuple[int, ...] = _key((32, 64), "channels of each 3 x 3 convolution, one block each")
+    kind: str = _key(
+        "pure",
+        "one of " + ", ".join(KINDS) + ": norms as functions, or as the modules of normjax.linen or normjax.nnx",
+        short="model",
+    )
 
 
 @dataclass(frozen=True)
@@ -297,7 +303,7 @@ def shown(value: Any) -> str:
 
 def _check(config: Config, source: str) -> None:
     """Ranges, one rule a line: key, value, whether it holds, what would."""
-    norm, train, features = config.norm, config.train, config.model.features
+    norm, train, features, kind = config.norm, config.train, config.model.features, config.model.kind
     rules = [
         ("seed", config.seed, 0 <= config.seed <= _MAX_SEED, f"between 0 and {_MAX_SEED}"),
         ("devices", config.devices, 1 <= config.devices <= _MAX_DEVICES, f"between 1 and {_MAX_DEVICES}"),
@@ -308,7 +314,14 @@ def _check(config: Config, source: str) -> None:
             1 <= len(features) <= 8 and all(1 <= f <= 4096 for f in features),
             "1 to 8 channel counts, each between 1 and 4096",
         ),
+        ("model.kind", kind, kind in KINDS, "one of " + ", ".join(KINDS)),
         ("norm.family", norm.family, norm.family in FAMILIES, "one of " + ", ".join(FAMILIES)),
+        (
+            "norm.bias",
+            norm.bias,
+            kind == "pure" or norm.family != "rms" or not norm.bias,
+            f"false where model.kind is {kind}, whose RMSNorm has none",
+        ),
         ("norm.eps", norm.eps, 0 <= norm.eps < math.inf, "zero or more"),
         ("norm.new_weight", norm.new_weight, 0 < norm.new_weight <= 1, "above 0 and at most 1"),
         (

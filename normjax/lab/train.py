@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 import normjax as nj
 from normjax.lab import devices
 from normjax.lab.config import Config
 from normjax.lab.data import Digits, Split, epoch_order, full_batches
 from normjax.lab.errors import UserError
-from normjax.lab.models import Classifier, RunningStat
+from normjax.lab.models import Network, network
 from normjax.lab.progress import Progress
 from normjax.lab.runs import RunFolder
 
@@ -36,8 +35,8 @@ class Interrupted(Exception):
 class TrainState(NamedTuple):
     """What a step maps to its successor."""
 
-    params: nnx.State
-    stats: nnx.State
+    params: Any
+    stats: Any
     opt_state: optax.OptState
 
 
@@ -81,17 +80,13 @@ def trace(config: Config, digits: Digits) -> tuple[Callable[[], TrainState], Ste
         mask=nj.decay_mask,
     )
 
-    def model() -> Classifier:
-        # These keys compile several times faster on a CPU than the default ones.
-        rngs = nnx.Rngs(jax.random.key(config.seed, impl="rbg"))
-        return Classifier(config.model, config.norm, rngs=rngs)
+    net = network(config)
 
     def first() -> TrainState:
-        _, params, stats = nnx.split(model(), nnx.Param, RunningStat)
+        params, stats = net.init()
         return TrainState(params, stats, optimiser.init(params))
 
-    graph, *_ = nnx.split(nnx.eval_shape(model), nnx.Param, RunningStat)
-    steps = _steps(config, graph, optimiser)
+    steps = _steps(config, net, optimiser)
     state = jax.eval_shape(first)
     images = jax.ShapeDtypeStruct((config.train.batch_size, *digits.train.images.shape[1:]), jnp.float32)
     labels = jax.ShapeDtypeStruct((config.train.batch_size,), jnp.int32)
@@ -102,22 +97,17 @@ def trace(config: Config, digits: Digits) -> tuple[Callable[[], TrainState], Ste
     return first, steps
 
 
-def _steps(config: Config, graph: Any, optimiser: optax.GradientTransformation) -> Steps:
+def _steps(config: Config, net: Network, optimiser: optax.GradientTransformation) -> Steps:
     """The two compiled functions."""
     mesh = devices.make_mesh(config)
     same, split = devices.SAME, devices.SPLIT
 
     def loss_fn(params, stats, images, labels):
-        model = nnx.merge(graph, params, stats)
-        logits, before_norm = model(images, train=True)
+        logits, stats, means = net.apply(params, stats, images, train=True)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
         metrics = {"loss": loss, "accuracy": jnp.mean(jnp.argmax(logits, -1) == labels)}
         metrics = devices.mean_over(mesh, metrics)
-        if config.norm.keeps_statistics:
-            norm = model.blocks[-1].norm
-            metrics["batch_mean"] = norm.batch_mean(before_norm)[0]
-            metrics["running_mean"] = norm.stats.mean[0]
-        return metrics["loss"], (nnx.state(model, RunningStat), metrics)
+        return metrics["loss"], (stats, metrics | means)
 
     def train(state, images, labels):
         grads, (stats, metrics) = jax.grad(loss_fn, has_aux=True)(state.params, state.stats, images, labels)
@@ -128,7 +118,7 @@ def _steps(config: Config, graph: Any, optimiser: optax.GradientTransformation) 
     @partial(jax.jit, static_argnames="use_batch_stats")
     def evaluate(params, stats, images, labels, use_batch_stats):
         def on_one(params, stats, images, labels):
-            logits, _ = nnx.merge(graph, params, stats)(images, train=False, use_batch_stats=use_batch_stats)
+            logits, *_ = net.apply(params, stats, images, train=False, use_batch_stats=use_batch_stats)
             return optax.softmax_cross_entropy_with_integer_labels(logits, labels), jnp.argmax(logits, -1) == labels
 
         return devices.spread(mesh, on_one, (same, same, split, split), split)(params, stats, images, labels)
