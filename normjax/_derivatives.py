@@ -287,7 +287,7 @@ def _affine_fwd(form: Form, x, wide, stats: Statistics, scale, bias, eps, where)
     return _affine(form, x, wide, stats, scale, bias, eps, where), (x, stats, scale, eps, where)
 
 
-def _fits(shape, target) -> bool:
+def fits(shape, target) -> bool:
     """Whether sums of the target's shape can be summed further to the shape."""
     return all(size in (1, whole) for size, whole in zip(shape, target, strict=True))
 
@@ -310,6 +310,24 @@ def _group_sums(g, near, offset, r, *gamma):
     return sum_u, r * (sum_ux if offset is None else sum_ux - offset * sum_u)
 
 
+def carried(stats: Statistics, scale, bias, eps, *, zero_centered: bool) -> tuple[Statistics, Any, Any, Any]:
+    """Pooled statistics and eps as constants, beside γ and β, constant in a group, that carry their derivative.
+
+    With μ and r held at μ₀ and r₀, γ r/r₀ and β − γ r (μ − μ₀) give the same y, whatever μ₀ and r₀ are, so all
+    derivatives agree. Where a checked shard_map casts γ and β, the cotangents of two arrays cross the devices, not
+    those of γ, β, μ and v.
+    """
+    r = _inverse_std(stats.var, eps, stats.count)
+    some = jnp.where(r == 0, 1, r)
+    ratio = some / lax.stop_gradient(some)
+    dtype = r.dtype if scale is None else jnp.promote_types(scale.dtype, r.dtype)
+    factor = _gamma(Form(zero_centered, None), scale, dtype)
+    gamma = ratio if factor is None else ratio * factor
+    fixed, fixed_eps = lax.stop_gradient((stats, eps))
+    moved = gamma * (lax.stop_gradient(r) * (fixed.offset - stats.offset))
+    return fixed, gamma, moved if bias is None else bias + moved, fixed_eps
+
+
 def _affine_bwd(form: Form, saved: Any, g):
     x, stats, scale, eps, where = saved
     wide, offset = x.astype(g.dtype), stats.offset
@@ -321,7 +339,7 @@ def _affine_bwd(form: Form, saved: Any, g):
         near, offset = d, None
     gamma = _gamma(form, scale, g.dtype)
     u = g if gamma is None else g * gamma
-    if scale is None or _fits(scale.shape, r.shape):
+    if scale is None or fits(scale.shape, r.shape):
         # γ is constant within a group: the group's sums serve γ̄ and β̄ as well.
         sum_g, sum_gx = _group_sums(g, near, offset, r)
         sum_u, sum_ux = (sum_g, sum_gx) if gamma is None else (sum_g * gamma, sum_gx * gamma)
@@ -331,7 +349,7 @@ def _affine_bwd(form: Form, saved: Any, g):
     d_scale = None if scale is None else _as(jax.typeof(scale), _sum_to(sum_gx, scale.shape))
     d_bias = None
     if form.bias is not None:
-        d_bias = _as(form.bias, _sum_to(sum_g if _fits(form.bias.shape, sum_g.shape) else g, form.bias.shape))
+        d_bias = _as(form.bias, _sum_to(sum_g if fits(form.bias.shape, sum_g.shape) else g, form.bias.shape))
     d_mean = None if stats.shift is None else _as(jax.typeof(stats.shift), -(r * sum_u))
     d_var = -0.5 * (r * (r * sum_ux))  # r² apart: r³ would overflow where r² does not
     d_stats = Statistics(d_mean, None if stats.offset is None else d_mean, _as(jax.typeof(stats.var), d_var), None)

@@ -5,10 +5,11 @@ averaged, so masked and unequal shards are right and an empty one is harmless. W
 
     μ = Σ w μ_d,    v = Σ w (v_d + (μ_d − μ)²)        dμ = Σ w dμ_d,    dv = Σ w (dv_d + 2 (μ_d − μ) dμ_d)
 
-The forward is one psum. Each device writes K, e and n into a slot of its own, since the largest mean that float32 holds
-needs the pair from each device to be exact; what is left, Σ n v_d, the psum adds up. For C groups on D devices that is
-D (2C + 1) + C numbers. The tangent is one psum of 2C numbers, and its transpose, the backward's one collective, too;
-both are plain JAX between two local rules, so the gradient may be taken inside or outside the mapping.
+The forward is one psum. Each device writes μ_d and n into a slot of its own; what is left, Σ n v_d, the psum adds up.
+One float does not hold a mean of 10⁴ to 10⁻⁶, so μ_d goes as its rounded value and what rounding left, in 20 bits, of
+which six fit into five floats; n goes where there are masks. For C groups on D devices that is D (11/6 C + 1) + C
+numbers at most. The tangent is one psum of 2C numbers, and its transpose, the backward's one collective, too; both are
+plain JAX between two local rules, so the gradient may be taken inside or outside the mapping.
 """
 
 import functools
@@ -30,9 +31,11 @@ from normjax._grammar import quote
 from normjax._sharding import sharded_axes
 
 # Up to here one psum carries every device's statistics; beyond, its payload grows with the axis, and a pmax and a psum
-# of sums move less (a vmap over a whole batch is such an axis: its slots would take N² memory).
+# of sums move less (a vmap over a whole batch is such an axis: its slots would take N² memory). Beyond the second
+# number, one further psum keeps their digits.
 MOST_SLOTS = 32
 MOST_SHARDS = 1024
+HALF = 2**19  # of the integers that stand for what rounding left out of a mean
 
 
 def axis_size(spec: Spec, name: str) -> int:
@@ -124,6 +127,7 @@ class Over(NamedTuple):
     sizes: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]  # of devices; without axis_index_groups one of all
     group_size: Any  # entries that share a mean on one device, before masks; may be symbolic
+    masked: bool  # whether devices may count otherwise
 
     @property
     def devices(self) -> int:
@@ -159,9 +163,9 @@ def pool(spec: Spec, stats: Statistics, group_size: int, groups: Sequence[Sequen
     every = [range(math.prod(sizes))] if groups is None else groups
     static = tuple(tuple(operator.index(i) for i in group) for group in every if len(group))
     count = stats.count
+    over = Over(spec.fn, spec.mapped, sizes, static, group_size, count is not None)
     if count is None:
         count = jnp.full([1] * stats.var.ndim, group_size, stats.var.dtype)
-    over = Over(spec.fn, spec.mapped, sizes, static, group_size)
     return _pooled(over, vary_alike(stats._replace(count=count)))
 
 
@@ -210,9 +214,13 @@ def _exchange(over: Over, each: Sequence, added: Sequence):
 
 
 def _flat(arrays: Sequence, dtype):
-    """One row of all; what an Explicit mesh shards over a further axis is gathered, since only like parts join."""
-    whole = (jax.sharding.reshard(array, P()) if sharded_axes(array) else array for array in arrays)
-    return jnp.concatenate([jnp.zeros(0, dtype), *(jnp.ravel(array).astype(dtype) for array in whole)])
+    """One row of all."""
+    return jnp.concatenate([jnp.zeros(0, dtype), *(jnp.ravel(_gathered(array)).astype(dtype) for array in arrays)])
+
+
+def _gathered(array):
+    """The array; what an Explicit mesh shards over a further axis is gathered, since only like parts join."""
+    return jax.sharding.reshard(array, P()) if sharded_axes(array) else array
 
 
 def _in_row(rows: int, row, flat):
@@ -237,12 +245,51 @@ def _pool_squares(over: Over, stats: Statistics) -> Statistics:
 def _pool_by_slots(over: Over, stats: Statistics) -> Statistics:
     most = over.most(stats)
     within = stats.count / most * stats.var
-    (shift, offset, count), (within,) = _exchange(over, (stats.shift, stats.offset, stats.count), (within,))
+    if jnp.iscomplexobj(stats.shift):
+        parts, joined = lambda z: jnp.stack([z.real, z.imag]), lambda parts: lax.complex(parts[:, 0], parts[:, 1])
+    else:
+        parts, joined = lambda z: z[None], lambda parts: parts[:, 0]
+    mean, left = _rounded(parts(stats.shift), parts(stats.offset))
+    counts = [stats.count] if over.masked else []
+    (means, left, *counts), (within,) = _exchange(over, (mean, _six_in_five(left), *counts), (within,))
+    count = counts[0] if counts else jnp.full([over.devices] + [1] * stats.var.ndim, over.group_size, stats.var.dtype)
+    left = jnp.reshape(_five_to_six(left, mean.size), means.shape)
     mine, _ = over.own_group()
     if mine is not None:
         count = jnp.where(jnp.reshape(mine, [-1] + [1] * stats.var.ndim), count, 0)
+    shift, offset = joined(means), joined((left - HALF) * _unit(means))
     pooled = merge_stacked(Statistics(shift, offset, jnp.zeros_like(shift.real), count))
     return pooled._replace(var=within * (most / jnp.maximum(pooled.count, 1)) + pooled.var)
+
+
+def _rounded(shift, offset):
+    """The mean K + e as one float, and what it lacks as an integer of 20 bits: `HALF` and so many of its `_unit`."""
+    mean = shift + offset
+    back = mean - shift  # with it the remainder is exact, whichever of the two is larger (Knuth)
+    lacks = ((shift - (mean - back)) + (offset - back)) / _unit(mean)
+    return mean, jnp.clip(jnp.round(jnp.where(jnp.isfinite(lacks), lacks, 0)), -HALF, HALF - 1) + HALF
+
+
+def _unit(mean):
+    """2⁻¹⁹ of the largest rounding error; means below 2⁻⁶⁰ need none, beside any deviation that float32 can square."""
+    return jnp.maximum(jnp.abs(mean), 2.0**-60) * (float(jnp.finfo(mean.dtype).eps) / (2 * HALF))
+
+
+def _six_in_five(left):
+    """Integers of 20 bits in a row of floats, which hold 24 bits exactly: every sixth rides on five others."""
+    flat = jnp.ravel(_gathered(left)).astype(jnp.int32)
+    sixes = flat.size // 6 * 6
+    *bearers, rider = jnp.reshape(flat[:sixes], (6, -1))
+    loaded = [bearer + ((rider >> 4 * i) % 16 << 20) for i, bearer in enumerate(bearers)]
+    return jnp.concatenate([*loaded, flat[sixes:]]).astype(left.dtype)
+
+
+def _five_to_six(rows, size: int):
+    """The integers of each row of `_six_in_five`, `size` of them."""
+    bearers, rest = jnp.split(rows.astype(jnp.int32), [size // 6 * 5], axis=1)
+    loaded = jnp.reshape(bearers, (len(rows), 5, -1))
+    rider = sum((loaded[:, i] >> 20) << 4 * i for i in range(5))
+    return jnp.concatenate([jnp.reshape(loaded % 2**20, bearers.shape), rider, rest], 1).astype(rows.dtype)
 
 
 def _pool_by_sums(over: Over, stats: Statistics) -> Statistics:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from normjax import _mapped
 from normjax._axes import Spec, resolve
-from normjax._derivatives import Statistics, affine
+from normjax._derivatives import Statistics, affine, carried, fits
 from normjax._inputs import (
     as_array,
     as_dtype,
@@ -131,7 +131,12 @@ def normalized(spec: Spec, x, wide, params, stats: Statistics, *, where, eps, dt
             scale = _parameter(spec, params.scale, "params.scale", params.names, wide.dtype)
         if params.bias is not None:
             bias = _parameter(spec, params.bias, "params.bias", params.names, wide.dtype).astype(wide.dtype)
-    operands: Any = (x, wide, stats, scale, bias, as_eps(spec, eps, wide.real.dtype), where)
+    eps = as_eps(spec, eps, wide.real.dtype)
+    given = [array for array in (scale, bias) if array is not None]
+    if spec.mapped and stats.offset is not None and any(fits(array.shape, stats.var.shape) for array in given):
+        stats, scale, bias, eps = carried(stats, scale, bias, eps, zero_centered=zero_centered)
+        zero_centered = False
+    operands: Any = (x, wide, stats, scale, bias, eps, where)
     y = affine(*_mapped.vary_alike(operands), zero_centered=zero_centered, derivative=derivative)
     return jnp.reshape(y.astype(out), spec.shape)
 

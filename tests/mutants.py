@@ -105,6 +105,13 @@ MUTANTS = (
         (*THEORY, "biased_variance"),
     ),
     Mutant(
+        "what rounding left out of a device's mean dropped",
+        "normjax/_mapped.py",
+        "joined((left - HALF) * _unit(means))",
+        "joined(0 * left)",
+        ("tests/sync/test_collectives.py", "-k", "ten_thousand"),
+    ),
+    Mutant(
         "state updated in evaluation",
         "normjax/_family.py",
         "        return y, state\n    if running.unbiased",

@@ -9,7 +9,7 @@ import pytest
 
 import normjax as nj
 from benchmarks.deviceless import hlo
-from normjax import reference
+from normjax import _mapped, reference
 from tests.quick import quick_jit
 from tests.sync.mappings import DATA, GRADIENT, NORM, NORMED, PARAMETER, STATE, Mapping, Pmap, ShardMap, Vmap
 
@@ -21,8 +21,10 @@ SPREAD = {
     "shard_map": ShardMap(*EIGHT),
 }
 DERIVATIVES = ("vjp", "jvp", "autodiff")
-# Each device's mean as a pair, and its count; and the sum of all devices' squares, one for each channel.
-FORWARD = FLOAT * (DEVICES * (2 * CHANNELS + 1) + CHANNELS)
+# Each device's means, and what rounding left out of six of them in five more; and the sum of all devices' squares.
+FORWARD = FLOAT * (DEVICES * (2 * CHANNELS - CHANNELS // 6) + CHANNELS)
+MOST = FLOAT * DEVICES * (2 * CHANNELS + 1)
+assert FORWARD <= MOST
 BACKWARD = FLOAT * 2 * CHANNELS
 each_derivative = pytest.mark.parametrize("derivative", DERIVATIVES)
 
@@ -71,10 +73,21 @@ def of_step(step, spread="unchecked shard_map"):
 @each_derivative
 @pytest.mark.parametrize("spread", SPREAD)
 def test_value_and_gradient_take_two_collectives(spread, derivative):
-    payloads = of_step(value_and_gradient(synchronised(derivative)), spread)
-    # Checked, the gradients of scale and bias arrive summed: the 2C that the caller sums elsewhere, on the same trip.
-    summed = BACKWARD if spread == "shard_map" else 0
-    assert payloads == [FORWARD, BACKWARD + summed]
+    # Checked, the gradients of scale and bias arrive summed, by the very same collective.
+    assert of_step(value_and_gradient(synchronised(derivative)), spread) == [FORWARD, BACKWARD]
+
+
+@pytest.mark.parametrize("spread", SPREAD)
+def test_a_mask_sends_the_counts_along(spread):
+    def norm(x, scale, bias, *state):
+        where = jnp.arange(len(x))[:, None] <= jax.lax.axis_index("data") % len(x)
+        params = nj.Affine(scale, bias, "C")
+        y, m = nj.normalize(x, params, layout="N C", axis_names="N data", where=where)
+        return y, m.mean, m.var
+
+    payloads = of_step(value_and_gradient(norm), spread)
+    assert payloads == [FORWARD + FLOAT * DEVICES, BACKWARD]
+    assert payloads[0] <= MOST
 
 
 @each_derivative
@@ -132,6 +145,17 @@ def test_more_shards_than_slots_are_worth_take_two_forward_collectives_of_a_fixe
     assert (largest, sums, backward) == (FLOAT * 2 * CHANNELS, FLOAT * (6 * CHANNELS + 1), BACKWARD)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("size", [0, 1, 5, 6, 7, 12, 33])
+def test_six_integers_of_20_bits_travel_in_five_floats(size, dtype, rng, x64):
+    rows = rng.integers(0, 2**20, (5, size))
+    rows[:2] = [[0], [2**20 - 1]]
+    sent = jnp.stack([_mapped._six_in_five(jnp.asarray(row, dtype)) for row in rows])
+    assert sent.shape == (5, size - size // 6)
+    assert sent.dtype == dtype
+    np.testing.assert_array_equal(_mapped._five_to_six(sent, size), rows)
+
+
 @functools.cache
 def _standardised(devices: int, masked: bool):
     def norm(x, where):
@@ -142,11 +166,11 @@ def _standardised(devices: int, masked: bool):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("devices", [8, 40])
-@pytest.mark.parametrize("apart", [0.0, 1.0, 100.0])
-def test_a_mean_of_ten_thousand_costs_nothing(apart, devices, masked, rng):
-    means = 1e4 + apart * rng.normal(size=(devices, 1, 3))
-    x = rng.normal(means, 1.0, (devices, 64, 3)).astype(np.float32)
+@pytest.mark.parametrize("devices", [2, 8, 40])
+@pytest.mark.parametrize(("mean", "apart"), [(1e4, 0.0), (1e4, 1.0), (1e4, 100.0), (-1e6, 1.0), (1e7, 3.0)])
+def test_a_mean_of_ten_thousand_costs_nothing(mean, apart, devices, masked, rng):
+    means = mean + apart * rng.normal(size=(devices, 1, 9))
+    x = rng.normal(means, 1.0, (devices, 64, 9)).astype(np.float32)
     where = rng.random(x.shape) < 0.5 if masked else np.ones(x.shape, bool)
     y, mean, var = _standardised(devices, masked)(x, where)
     spec = {"layout": "S N C", "axis_names": "S N", "where": where}
