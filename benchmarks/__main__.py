@@ -1,6 +1,7 @@
 """The timing suite: ``python -m benchmarks --help``."""
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -151,7 +152,8 @@ def main(arguments: Sequence[str] | None = None, launch: Callable[[dict[str, Any
     if not cases:
         raise SystemExit("benchmarks: no row matches; `python -m benchmarks list` prints their names")
     if options.action == "list":
-        print("\n".join(case.key for case in cases))
+        with contextlib.suppress(BrokenPipeError):  # `... | head`
+            print("\n".join(case.key for case in cases), flush=True)
         return 0
     if options.action == "run":
         start = time.perf_counter()

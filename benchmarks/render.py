@@ -133,7 +133,7 @@ def plot(lines: Iterable[Line], path: Path) -> bool:
     panels = [(mode, [row for row in measured if row.mode == mode]) for mode in (BOTH, FORWARD)]
     panels = [(mode, rows_of) for mode, rows_of in panels if rows_of]
     heights = [len(rows_of) + 1 for _, rows_of in panels]
-    size = (9, 0.4 * sum(heights) + 1.4)
+    size = (9, 0.4 * sum(heights) + 1.8)
     figure, axes = plt.subplots(
         len(panels), 1, figsize=size, sharex=True, squeeze=False, layout="constrained", height_ratios=heights
     )
@@ -143,9 +143,10 @@ def plot(lines: Iterable[Line], path: Path) -> bool:
     for axis in axes[:, 0]:
         drawn, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, drawn, strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), frameon=False)
-    axes[-1, 0].set_xlabel(
-        "time of normjax / time of the other (left of 1: normjax is faster); lines: the range over processes"
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4, frameon=False)
+    figure.supxlabel(
+        "time of normjax / time of the other (left of 1: normjax is faster)\nlines: the range over processes",
+        fontsize=10,
     )
     figure.savefig(path, dpi=150)
     plt.close(figure)
