@@ -17,6 +17,7 @@ from normjax._inputs import (
     check_derivative,
     check_one_shape,
     check_sizes,
+    kind_of,
     static_bool,
     with_arrays,
 )
@@ -165,7 +166,7 @@ def merge(*moments: Moments, axis: int | None = None) -> Moments:
 def checked_moments(fn: str, moments) -> Moments:
     """The moments with array leaves of one shape; TypeError or ValueError otherwise."""
     if not isinstance(moments, Moments):
-        raise TypeError(f"{fn}: moments must be a normjax.Moments; got {type(moments).__name__}.")
+        raise TypeError(f"{fn}: moments must be a normjax.Moments; got {kind_of(moments)}.")
     moments = with_arrays(fn, "moments", moments)
     check_one_shape(fn, "moments", moments, "mean", "var", "count")
     return moments

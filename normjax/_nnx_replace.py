@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from normjax._flax_axes import settled
 from normjax._grammar import parse_names
+from normjax._inputs import kind_of
 from normjax._nnx_batch import BatchNorm, Norm
 from normjax._nnx_swap import (
     FLAX,
@@ -143,9 +144,7 @@ def _check_arguments(to, axis_name, num_groups, example) -> None:
     if isinstance(num_groups, bool) or not isinstance(num_groups, (int, np.integer)) or num_groups < 1:
         raise TypeError(f"replace: num_groups must be a positive integer; got {num_groups!r}.")
     if example is not None and not isinstance(example, tuple):
-        raise TypeError(
-            f"replace: example must be a tuple of the arguments, such as (x,); got {type(example).__name__}."
-        )
+        raise TypeError(f"replace: example must be a tuple of the arguments, such as (x,); got {kind_of(example)}.")
     if axis_name is not None:
         parse_names("replace", axis_name, "axis_name")
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from normjax._extras import require
 from normjax._grammar import ELLIPSIS, axes_phrase, parse_names, quote
-from normjax._inputs import as_array, is_real_scalar
+from normjax._inputs import as_array, is_real_scalar, kind_of
 from normjax._normalize import Affine
 from normjax._running import BatchStats, Cumulative, Ema, check_state
 
@@ -124,7 +124,7 @@ def _torch_entries(fn: str, tensors, prefix: str) -> tuple[dict[str, Any], list[
     if not isinstance(tensors, Mapping) or not all(isinstance(key, str) for key in tensors):
         raise TypeError(
             f"{fn}: tensors must be a state_dict, with a string for each array, or the path of a .safetensors file; "
-            f"got {type(tensors).__name__}."
+            f"got {kind_of(tensors)}."
         )
     inside = {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
     return inside, [key for key in tensors if not key.startswith(prefix)]
@@ -222,7 +222,7 @@ def from_flax(
     if not isinstance(variables, Mapping):
         raise TypeError(
             f'{fn}: variables must be a mapping such as {{"params": …, "batch_stats": …}} or nnx.state(model); '
-            f"got {type(variables).__name__}."
+            f"got {kind_of(variables)}."
         )
     path = tuple(prefix.strip("/").split("/")) if isinstance(prefix, str) else tuple(prefix)
     path, shown = tuple(part for part in path if part != ""), "/".join(map(str, path))
@@ -280,7 +280,7 @@ def to_flax(params: Affine | None = None, state: BatchStats | None = None, *, pr
     """
     fn = "to_flax"
     if params is not None and not isinstance(params, Affine):
-        raise TypeError(f"{fn}: params must be a normjax.Affine or None; got {type(params).__name__}.")
+        raise TypeError(f"{fn}: params must be a normjax.Affine or None; got {kind_of(params)}.")
     given = {} if params is None else {"scale": params.scale, "bias": params.bias}
     arrays = {key: jnp.array(as_array(fn, f"params.{key}", value)) for key, value in given.items() if value is not None}
     if params is not None and params.zero_centered and "scale" in arrays:
