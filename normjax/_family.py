@@ -1,6 +1,7 @@
 """The family: batch, layer, instance, group and RMS norm. Each is its own checks, then the one core; no arithmetic."""
 
 import jax
+from jax import lax
 
 from normjax import _mapped
 from normjax._axes import Spec, resolve
@@ -17,6 +18,8 @@ from normjax._running import (
     stack_cure,
     updated,
 )
+
+EXAMPLE = "example"  # the mapped axis that per_example_grads binds
 
 
 def batch_norm(
@@ -171,6 +174,7 @@ def _batch_norm(
             derivative=check_derivative(fn, derivative, x),
         )
         return y, state
+    _refuse_single_examples(spec)
     if running.unbiased and train and where is None and spec.group_size == 1:
         check_unbiased(fn, running, _mapped.fewest_devices(spec, axis_index_groups))
     y, moments = normalize_by(
@@ -188,6 +192,22 @@ def _batch_norm(
     if train and state is not None:
         state = updated(fn, state, moments, running)
     return y, state
+
+
+def _refuse_single_examples(spec: Spec) -> None:
+    """Raises ValueError where batch statistics would be those of one example, under `per_example_grads`."""
+    if EXAMPLE in spec.mapped:
+        return
+    try:
+        lax.axis_size(EXAMPLE)
+    except NameError:
+        return
+    raise ValueError(
+        f"{spec.fn}: per_example_grads takes each example's gradient alone, so that by its batch statistics every "
+        "example would be a batch of one. Use the running statistics (train=False); statistics of reference examples "
+        "(normalize(x, params, moments=...)); normjax.per_example.coupled_grads, which differentiates each loss in the "
+        "whole batch; or a norm that does not pool examples: layer, group, instance or RMS norm."
+    )
 
 
 def _params_run_along(spec: Spec, params, *, kept: bool) -> None:

@@ -32,8 +32,9 @@ def paired(script):
     return nbformat.read(script.with_suffix(".ipynb"), as_version=4)
 
 
-def test_the_four_notebooks_of_the_course_are_here():
-    assert [path.stem for path in SCRIPTS] == ["01_axes", "02_forward_backward", "03_train_eval", "04_sync"]
+def test_the_notebooks_of_the_course_are_here():
+    names = ["01_axes", "02_forward_backward", "03_train_eval", "04_sync", "05_per_example"]
+    assert [path.stem for path in SCRIPTS] == names
 
 
 @of_each
