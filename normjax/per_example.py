@@ -19,6 +19,7 @@ from jax.core import Tracer
 from normjax._extras import require
 from normjax._family import EXAMPLE
 from normjax._inputs import is_real_scalar, kind_of, static_bool
+from normjax._mapped import vary_alike
 
 PROBES = 4
 
@@ -35,7 +36,8 @@ def per_example_grads(loss_fn: Callable[..., Any], params, *batch, chunk_size: i
         need not divide N.
 
     Returns:
-      A pytree like params, each leaf of shape (N, *its own) and of its own dtype.
+      A pytree like params, each leaf of shape (N, *its own) and of its own dtype. Under pmap and shard_map N counts the
+      device's own examples.
 
     Raises:
       ValueError: sizes differ or are missing; chunk_size is below 1; loss_fn returns no scalar; batch norm in training
@@ -49,6 +51,7 @@ def per_example_grads(loss_fn: Callable[..., Any], params, *batch, chunk_size: i
     """
     fn = "per_example_grads"
     size = _examples(fn, batch)
+    params, batch = vary_alike((params, batch))
     gradients = _each_gradient(fn, loss_fn, params)
     chunk = _chunk(fn, chunk_size, size)
     if chunk >= size:
@@ -83,7 +86,7 @@ def clipped_grad(
 
     Returns:
       A pytree like params, of its dtypes; norms and sums are taken in float32 at least. An example whose gradient is
-      NaN makes it NaN.
+      NaN makes it NaN. Under pmap and shard_map the sum is over the device's own examples: `lax.psum` adds them up.
 
     Raises:
       ValueError: as `per_example_grads`; l2_norm is not above 0.
@@ -105,6 +108,7 @@ def clipped_grad(
         if not float(l2_norm) > 0:
             raise ValueError(f"{fn}: l2_norm={l2_norm!r} must be above 0; it is the most one gradient may measure.")
     size = _examples(fn, batch)
+    params, batch = vary_alike((params, batch))
     gradients = _each_gradient(fn, loss_fn, params)
     chunk = _chunk(fn, chunk_size, size)
 
@@ -338,6 +342,7 @@ def _over_chunks(gradients, batch, size: int, chunk: int, take, carry):
         part = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(jnp.asarray(leaf), start, chunk, 0), batch)
         return take(carry, start, start + jnp.arange(chunk) >= first, gradients(*part)), None
 
+    carry, _ = vary_alike((carry, batch))
     return lax.scan(step, carry, jnp.arange(0, size, chunk))[0]
 
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import normjax as nj
 from normjax import per_example
@@ -123,6 +124,27 @@ def test_models_of_flax_have_one_gradient_for_each_example(model, chunk_size, rn
     labels = jnp.arange(EXAMPLES) % 3
     each = quick_jit(lambda p: per_example.per_example_grads(loss, p, images, labels, chunk_size=chunk_size))
     close(each(params), looped(loss, params, images, labels), rtol=2e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("check", [False, True])
+def test_on_several_devices_each_has_its_own_examples(check, chunk_size, rng, x64):
+    loss, (params, x, target) = pure("layer"), problem(rng)
+    x, target = x[:6], target[:6]
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+    @quick_jit
+    @partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=(P("data"), P()), check_vma=check
+    )
+    def both(params, x, target):
+        rows = per_example.per_example_grads(loss, params, x, target, chunk_size=chunk_size)
+        total = per_example.clipped_grad(loss, params, x, target, l2_norm=0.1, chunk_size=chunk_size)
+        return rows, jax.lax.psum(total, "data")
+
+    rows, total = both(params, x, target)
+    close(rows, looped(loss, params, x, target))
+    close(total, per_example.clipped_grad(loss, params, x, target, l2_norm=0.1))
 
 
 @pytest.mark.parametrize("average", [False, True])
