@@ -64,6 +64,17 @@ def test_the_model_of_the_page_evaluates_and_trains_as_in_pytorch(page):
     assert int(state.count) == golden["after 1"]["num_batches_tracked"]
 
 
+def test_the_module_goes_on_as_the_pure_function_does(page, rng):
+    names, _ = page
+    norm, bn = names["norm"], names["bn"]
+    x = np.asarray(rng.normal(2.0, 3.0, (8, 16)), np.float32)
+    options = {"layout": "N C", "axis_names": "N", "train": True, "running": bn.running, "eps": bn.eps}
+    y, state = nj.batch_norm(x, bn.params, bn.state, **options)
+    np.testing.assert_allclose(norm(x), y, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(norm.mean.get_value(), state.mean, rtol=1e-6)
+    np.testing.assert_allclose(norm.var.get_value(), state.var, rtol=1e-6)
+
+
 def test_what_the_page_says_is_printed_is_printed(page):
     _, printed = page
     said = [line.split("#", 1)[1].strip() for block in BLOCKS for line in block.splitlines() if "print(bn" in line]
