@@ -207,6 +207,7 @@ COUPLED = {
 }
 
 
+@pytest.mark.case(55)
 @pytest.mark.parametrize("norm", COUPLED)
 def test_coupled_rows_are_the_jacobians_and_add_up_to_the_batch_gradient(norm, rng, x64):
     params, x, _ = problem(rng)
@@ -230,6 +231,7 @@ def refuses(norm):
     assert all(words in str(caught.value) for words in OFFERS), caught.value
 
 
+@pytest.mark.case(55)
 @pytest.mark.parametrize("how", [{"train": True}, {"train": False, "use_batch_stats": True}])
 @pytest.mark.parametrize("names", ["S", "..."])
 def test_batch_statistics_of_one_example_are_refused_and_four_ways_out_named(how, names):
@@ -253,6 +255,7 @@ def test_batch_norm_that_pools_the_examples_and_one_outside_are_not_refused():
     np.testing.assert_allclose(got, whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.case(55)
 def test_a_bare_vmap_of_grad_gives_zeros_which_nobody_can_catch():
     def loss(w, x):
         y, _ = nj.batch_norm((w * x)[None], layout="N C", axis_names="N", train=True)
