@@ -31,8 +31,10 @@ The other libraries: pip install -r benchmarks/requirements.txt. Any that is abs
 METHOD = """\
 how it is measured:
   Every contestant gets the same arrays (standard normal, mean 0.5), and its answer is compared with normjax.reference
-  in float64 before it is timed. One that is off is marked `wrong` or `failed` in the table; if it is normjax, the exit
-  status is 1. Times never change the exit status.
+  in float64 before it is timed, batch norm's new running statistics too (but for PyTorch's, which change in place).
+  normjax is held to its contract, x̂ and running statistics within 1e-6; the others to what correct code rounds. One
+  that is off is marked `wrong` or `failed` in the table; if it is normjax, the exit status is 1. Times never change
+  the exit status.
 
   forward+backward is the value and its VJP with a random cotangent (gradients of x, scale and bias) in one program. In
   JAX everything is compiled, but for the rows "eager call"; PyTorch is eager, with as many threads as JAX.

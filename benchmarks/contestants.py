@@ -18,7 +18,7 @@ import numpy as np
 
 import normjax as nj
 from benchmarks.cases import Case
-from benchmarks.problems import EPS, OUTPUTS, Problem, errors
+from benchmarks.problems import EPS, NEW_WEIGHT, OUTPUTS, RUNNING, Problem, errors
 
 Apply = Callable[..., tuple[Any, Any]]
 
@@ -82,7 +82,7 @@ def _program(case: Case, problem: Problem, apply: Apply) -> Ready:
             return forward(x, None, scale, bias, mean, var, where, index)
 
         y, pullback, new = jax.vjp(of, x, scale, bias, has_aux=True)
-        return (y, *pullback(g)), new
+        return y, *pullback(g), new
 
     program = both if case.backward else forward
     start = time.perf_counter()
@@ -93,8 +93,11 @@ def _program(case: Case, problem: Problem, apply: Apply) -> Ready:
     compile_s = time.perf_counter() - start
 
     def check(result) -> dict[str, float]:
-        outputs = result[0] if case.backward else result[:1]
-        return errors(case, dict(zip(OUTPUTS, outputs, strict=False)))
+        *outputs, new = result
+        answer = dict(zip(OUTPUTS, outputs, strict=False))
+        if case.family == "batch" and case.train:
+            answer |= dict(zip(RUNNING, new, strict=True))
+        return errors(case, answer)
 
     return Ready(lambda: jax.block_until_ready(program(*given)), check, compile_s)
 
@@ -106,10 +109,11 @@ def build_normjax(case: Case, derivative: str = "vjp") -> Apply:
     if case.family != "batch":
         return lambda x, scale, bias, mean, var, where: norm(x, nj.Affine(scale, bias, "C"), where=where, **options)
     count, weight = jnp.ones((), jnp.int32), jnp.ones(case.channels, jnp.float32)
+    running = nj.Ema(NEW_WEIGHT)
 
     def apply(x, scale, bias, mean, var, where):
         state = nj.BatchStats(mean, var, count, weight, "C")
-        y, new = norm(x, nj.Affine(scale, bias, "C"), state, train=case.train, where=where, **options)
+        y, new = norm(x, nj.Affine(scale, bias, "C"), state, train=case.train, running=running, where=where, **options)
         return y, (new.mean, new.var) if case.train else None
 
     return apply
@@ -152,7 +156,7 @@ OWN: dict[str, Prepare] = {
     "copy": prepare_copy,
 }
 
-# What must be right for the suite to pass: the others' errors are theirs.
+# What must be right, as the contract has it, for the suite to pass: the others' errors are theirs.
 GUARDED = ("normjax", "autodiff")
 
 PEERS = {

@@ -18,6 +18,9 @@ from normjax import reference
 
 EPS = 1e-5
 OUTPUTS = ("y", "dx", "dscale", "dbias")
+RUNNING = ("mean", "var")
+NEW_WEIGHT = 0.1
+CONTRACT = 1e-6  # how far normjax's x̂ may be from float64; the running statistics are held to the same
 
 
 class Problem(NamedTuple):
@@ -39,14 +42,19 @@ def problem(case: Case) -> Problem:
 
 
 def exact(case: Case) -> dict[str, np.ndarray]:
-    """The output y and, with a backward, dx, dscale and dbias, by `normjax.reference` in float64."""
-    return {name: value for name, value in _exact(case.problem).items() if case.backward or name == "y"}
+    """By `normjax.reference` in float64: y; with a backward dx, dscale, dbias; of batch norm in training, mean, var."""
+    return {name: value for name, value in _exact(case.problem).items() if case.backward or name in ("y", *RUNNING)}
 
 
 def errors(case: Case, answer: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """The largest error of each output, over max(1, the largest exact entry); NaN anywhere gives NaN."""
+    """The largest error of each output, over max(1, the largest exact entry); NaN anywhere gives NaN.
+
+    New running statistics are compared where the answer has them.
+    """
     found = {}
     for name, expected in exact(case).items():
+        if name in RUNNING and name not in answer:
+            continue
         size = max(1.0, float(np.max(np.abs(expected))))
         actual = np.asarray(answer[name], np.float64)
         if actual.shape != expected.shape:
@@ -55,20 +63,36 @@ def errors(case: Case, answer: Mapping[str, np.ndarray]) -> dict[str, float]:
     return found
 
 
-def bound(case: Case, output: str) -> float:
+def bound(case: Case, output: str, *, contract: bool = False) -> float:
     """The error allowed: 4 roundings of float32 that add up like a random walk along the sum, and 4 of x's dtype.
 
     The latter four, since some libraries round the statistics, x̂ and the scaled x̂ to bfloat16 before they round y.
+    With `contract` what normjax promises of y and the running statistics: see `CONTRACT`.
     """
+    if contract and output == "y":
+        return _promised(case)
+    if contract and output in RUNNING:
+        return CONTRACT
     entries = math.prod(case.shape) // case.channels
     summed = case.group_size if output in ("y", "dx") else max(entries, case.group_size)
     roundoff = float(ml_dtypes.finfo(case.dtype).eps) / 2
     return 4 * float(np.finfo(np.float32).eps) * math.sqrt(summed) + 4 * roundoff
 
 
-def is_right(case: Case, found: Mapping[str, float]) -> bool:
+def _promised(case: Case) -> float:
+    """Of y = γx̂ + β: |γ| times the error of x̂, a float32 rounding of the product and of the sum, one to x's dtype."""
+    given, y = problem(case), float(np.max(np.abs(exact(case)["y"])))
+    bias = 0.0 if given.bias is None else float(np.max(np.abs(given.bias)))
+    single, last = (float(ml_dtypes.finfo(dtype).eps) / 2 for dtype in ("float32", case.dtype))
+    error = float(np.max(np.abs(given.scale))) * CONTRACT + single * (y + bias) + single * y
+    if case.dtype != "float32":
+        error += last * y
+    return error / max(1.0, y)
+
+
+def is_right(case: Case, found: Mapping[str, float], *, contract: bool = False) -> bool:
     """Whether every error is within its bound; NaN is not."""
-    return all(error <= bound(case, name) for name, error in found.items())
+    return all(error <= bound(case, name, contract=contract) for name, error in found.items())
 
 
 @functools.lru_cache(maxsize=1)
@@ -117,4 +141,10 @@ def _exact(case: Case) -> dict[str, np.ndarray]:
         gathered, dx = dx, np.empty_like(dx)
         dx[given.index] = gathered
     found = {"y": y, "dx": dx, "dscale": dscale, "dbias": dbias}
+    if case.family == "batch" and case.train:
+        batch = reference.moments(x, layout=case.layout, axis_names=case.axis_names, where=given.where)
+        ghosts = (0,) if case.ghost else ()
+        old = (given.mean, given.var, np.ones(case.channels))
+        new = reference.update(*old, *batch, rule="ema", new_weight=NEW_WEIGHT, extra_axes=ghosts)
+        found |= dict(zip(RUNNING, new[:2], strict=True))
     return {name: value for name, value in found.items() if value is not None}

@@ -1,4 +1,7 @@
-"""Equinox, whose norms take one example with its channels first: mapped over the batch; it has no masks."""
+"""Equinox, whose norms take one example with its channels first: mapped over the batch; it has no masks.
+
+So batch, group and instance norm move the channels there and back, and their times have that in them.
+"""
 
 import equinox as eqx
 import jax
@@ -6,7 +9,7 @@ import jax.numpy as jnp
 
 from benchmarks.cases import Case
 from benchmarks.contestants import Apply, in_jax
-from benchmarks.problems import EPS
+from benchmarks.problems import EPS, NEW_WEIGHT
 
 
 def build(case: Case) -> Apply | None:
@@ -44,7 +47,7 @@ def _stateless(case: Case) -> Apply:
 
 def _batch(case: Case) -> Apply:
     module, start = eqx.nn.make_with_state(eqx.nn.BatchNorm)(
-        case.channels, axis_name="batch", eps=EPS, momentum=0.9, mode="batch", inference=not case.train
+        case.channels, axis_name="batch", eps=EPS, momentum=1 - NEW_WEIGHT, mode="batch", inference=not case.train
     )
     leaves, tree = jax.tree.flatten(start)  # a state object can be set only once
 

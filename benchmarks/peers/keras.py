@@ -8,13 +8,13 @@ import keras
 
 from benchmarks.cases import Case
 from benchmarks.contestants import Apply, in_jax
-from benchmarks.problems import EPS
+from benchmarks.problems import EPS, NEW_WEIGHT
 
 
 def _layer(case: Case) -> keras.Layer:
     options = {"epsilon": EPS, "dtype": {"float32": "float32", "bfloat16": "mixed_bfloat16"}[case.dtype]}
     if case.family == "batch":
-        return keras.layers.BatchNormalization(axis=case.channel_axis, momentum=0.9, **options)
+        return keras.layers.BatchNormalization(axis=case.channel_axis, momentum=1 - NEW_WEIGHT, **options)
     if case.family == "layer":
         return keras.layers.LayerNormalization(axis=-1, **options)
     if case.family == "rms":

@@ -4,14 +4,14 @@ from flax import linen as nn
 
 from benchmarks.cases import Case
 from benchmarks.contestants import Apply, in_jax
-from benchmarks.problems import EPS
+from benchmarks.problems import EPS, NEW_WEIGHT
 
 
 def build(case: Case, fast: bool = True) -> Apply:
     """The module's ``apply`` with the given parameters."""
     options = {"epsilon": EPS, "dtype": case.dtype, "use_fast_variance": fast}
     if case.family == "batch":
-        module = nn.BatchNorm(not case.train, axis=case.channel_axis, momentum=0.9, **options)
+        module = nn.BatchNorm(not case.train, axis=case.channel_axis, momentum=1 - NEW_WEIGHT, **options)
     elif case.family == "group":
         module = nn.GroupNorm(case.groups, **options)
     else:

@@ -4,13 +4,13 @@ from flax import nnx
 
 from benchmarks.cases import Case
 from benchmarks.contestants import Apply, in_jax
-from benchmarks.problems import EPS
+from benchmarks.problems import EPS, NEW_WEIGHT
 
 
 def _module(case: Case) -> nnx.Module:
     options = {"epsilon": EPS, "dtype": case.dtype, "rngs": nnx.Rngs(0)}
     if case.family == "batch":
-        mode = {"use_running_average": not case.train, "momentum": 0.9}
+        mode = {"use_running_average": not case.train, "momentum": 1 - NEW_WEIGHT}
         return nnx.BatchNorm(case.channels, axis=case.channel_axis, **mode, **options)
     if case.family == "group":
         return nnx.GroupNorm(case.channels, num_groups=case.groups, **options)

@@ -18,12 +18,15 @@ import normjax as nj
 from benchmarks import contestants, problems, render, results, timing, worker
 from benchmarks.__main__ import chosen, main
 from benchmarks.cases import BOTH, CASES, FAMILIES, FORWARD, Case, select
+from normjax import _running
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = "^layer small batch 64x1024 f32 forward$"
 
 TINY = {
     "layer": Case("layer", "tiny", (4, 8), "N C", "C"),
+    "long rows": Case("layer", "tiny", (4, 1024), "N C", "C"),
+    "batch": Case("batch", "tiny", (32, 8), "N C", "N", mode=FORWARD),
     "batch, masked": Case("batch", "tiny", (4, 3, 8), "N T C", "N T", masked=True),
     "ghost": Case("batch", "tiny", (32, 8), "N=(B n=16) C", "n", ghost=16),
     "group, bfloat16": Case("group", "tiny", (2, 3, 3, 8), "N H W C=(G=4 K)", "H W K", "bfloat16", groups=4),
@@ -79,14 +82,33 @@ def test_a_contestant_that_is_not_installed_is_left_out_with_a_line(monkeypatch,
     assert (ROOT / "benchmarks/requirements.txt").is_file()
 
 
-@pytest.mark.parametrize("output", problems.OUTPUTS)
-def test_an_answer_is_right_only_if_each_output_is(output):
-    case = TINY["layer"]
+@pytest.mark.parametrize("contract", [False, True])
+@pytest.mark.parametrize("output", problems.OUTPUTS + problems.RUNNING)
+def test_an_answer_is_right_only_if_each_output_is(output, contract):
+    case = TINY["batch, masked"]
     answer = dict(problems.exact(case))
-    assert problems.is_right(case, problems.errors(case, answer))
-    size = np.max(np.abs(answer[output]))
+    assert problems.is_right(case, problems.errors(case, answer), contract=contract)
+    size = max(1, np.max(np.abs(answer[output])))
     for fault in (answer[output] + 1e-4 * size, np.where(answer[output] == answer[output].max(), np.nan, 0)):
-        assert not problems.is_right(case, problems.errors(case, answer | {output: fault}))
+        assert not problems.is_right(case, problems.errors(case, answer | {output: fault}), contract=contract)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_the_contract_is_stricter_than_what_a_peer_is_held_to(kind):
+    case = TINY[kind]
+    for output in problems.exact(case):
+        strict, usual = (problems.bound(case, output, contract=contract) for contract in (True, False))
+        assert strict < usual if output in ("y", *problems.RUNNING) else strict == usual
+
+
+def test_running_statistics_are_compared_for_a_batch_norm_in_training_alone():
+    expected = {"batch": {"y", "mean", "var"}, "layer": {"y", "dx", "dscale", "dbias"}}
+    for kind, names in expected.items():
+        case = TINY[kind]
+        ready = contestants.OWN["normjax"](case, problems.problem(case))
+        assert set(ready.errors(ready.call())) == names
+    evaluation = dataclasses.replace(TINY["batch"], train=False)
+    assert set(problems.exact(evaluation)) == {"y"}
 
 
 INSTALLED = [name for name in contestants.NAMES if name not in contestants.missing()]
@@ -100,12 +122,18 @@ def test_a_contestant_answers_right_or_says_that_it_has_no_such_norm(name, kind)
     if ready is None:
         assert name == "linen two-pass" or case.masked or case.ghost
     else:
-        assert problems.is_right(case, ready.errors(ready.call()))
+        contract = name in contestants.GUARDED
+        assert problems.is_right(case, ready.errors(ready.call()), contract=contract)
 
 
 def _off_by_a_percent(case):
     right = contestants.build_normjax(case)
     return lambda *arrays: (right(*arrays)[0] * 1.01, None)
+
+
+def _off_by_a_hundred_thousandth(case):
+    right = contestants.build_normjax(case)
+    return lambda *arrays: (right(*arrays)[0] * (1 + 1e-5), None)
 
 
 def _without_gradient(case):
@@ -153,6 +181,35 @@ def test_a_wrong_answer_of_normjax_fails_the_suite_and_is_not_timed(build, verdi
 def test_a_wrong_answer_of_a_peer_is_marked_and_the_suite_passes(build, cell, tmp_path, capsys):
     assert _status(tmp_path, _field(linen=build)) == 0
     assert cell in capsys.readouterr().out
+
+
+def test_what_is_right_of_a_peer_is_not_close_enough_for_normjax(tmp_path, capsys):
+    case = TINY["long rows"]
+    assert _status(tmp_path, _field(linen=_off_by_a_hundred_thousandth), case) == 0
+    assert "wrong" not in capsys.readouterr().out.partition("###")[2]
+    assert _status(tmp_path, _field(normjax=_off_by_a_hundred_thousandth), case) == 1
+
+
+@pytest.mark.parametrize("statistic", ["mean", "var"])
+def test_a_fault_in_the_step_of_the_running_statistics_fails_the_suite(statistic, tmp_path, monkeypatch, capsys):
+    step = _running._step
+
+    def faulty(*arguments):
+        new = step(*arguments)
+        return dataclasses.replace(new, **{statistic: getattr(new, statistic) * 1.00001})
+
+    assert _status(tmp_path, _field(), TINY["batch"]) == 0
+    monkeypatch.setattr(_running, "_step", faulty)
+    assert _status(tmp_path, _field(), TINY["batch"]) == 1
+    assert "normjax wrong in process 0" in capsys.readouterr().err
+
+
+def test_a_batch_norm_that_returns_no_running_statistics_fails_the_suite(tmp_path, capsys):
+    def forgetful(case):
+        right = contestants.build_normjax(case)
+        return lambda *arrays: (right(*arrays)[0], None)
+
+    assert _status(tmp_path, _field(normjax=forgetful), TINY["batch"]) == 1
 
 
 def test_every_contestant_has_one_turn_in_a_round_of_as_many_calls():
