@@ -3,12 +3,13 @@
 import argparse
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks import contestants, render, results
 from benchmarks.cases import CASES, FAMILIES, Case, select
@@ -53,13 +54,49 @@ what is written to DIR:
   table.md      the ratios, compile times and page faults
   ratios.png    the plot, where matplotlib is installed
 
-Where no rows are picked, the time of `import normjax` beyond that of `import jax` is measured too.
+Where no rows are picked, the time of `import normjax` beyond that of `import jax` is measured too, in seven processes
+of its own. What cannot be done ends with one line and status 2.
 """
+
+
+def refuse(why: str) -> NoReturn:
+    """Ends the command with one line on stderr and status 2."""
+    say(f"benchmarks: {why}")
+    raise SystemExit(2)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        refuse(message)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1")
+    return int(text)
+
+
+def expression(text: str) -> str:
+    """A regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
+def known(text: str) -> list[str]:
+    """Names of contestants, from a list with commas."""
+    for name in (names := text.split(",")):
+        if name not in contestants.NAMES:
+            raise argparse.ArgumentTypeError(f"no contestant {name!r}; there are {', '.join(contestants.NAMES)}")
+    return names
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    options = argparse.ArgumentParser(
+    options = _Parser(
         prog="python -m benchmarks",
         description=DESCRIPTION,
         epilog=METHOD,
@@ -67,16 +104,19 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("action", nargs="?", choices=["run", "list", "render"], default="run")
     options.add_argument("--quick", action="store_true", help="the main rows, two processes, five rounds")
-    options.add_argument("--only", metavar="REGEX", help="rows whose name, as `list` prints it, the expression is in")
+    options.add_argument(
+        "--only", metavar="REGEX", type=expression, help="rows whose name, as `list` prints it, the expression is in"
+    )
     options.add_argument("--family", action="append", default=[], choices=FAMILIES, help="may be given several times")
     options.add_argument(
         "--against",
         metavar="NAMES",
+        type=known,
         help=f"comma-separated contestants, instead of all: {', '.join(contestants.NAMES[1:])}",
     )
-    options.add_argument("--processes", type=int, metavar="N", help="how many processes (5; quick: 2)")
-    options.add_argument("--rounds", type=int, metavar="N", help="rounds in each process (11; quick: 5)")
-    options.add_argument("--memory", choices=MEMORY, default="warm", help="how results are allocated, see below")
+    options.add_argument("--processes", type=positive, metavar="N", help="how many processes (5; quick: 2)")
+    options.add_argument("--rounds", type=positive, metavar="N", help="rounds in each process (11; quick: 5)")
+    options.add_argument("--memory", choices=MEMORY, help="how results are allocated, see below")
     options.add_argument(
         "--out", type=Path, metavar="DIR", help="default: runs/benchmarks, or runs/benchmarks-quick; replaced"
     )
@@ -91,11 +131,34 @@ def launch(settings: dict[str, Any]) -> None:
         raise SystemExit(f"benchmarks: process {settings['process']} ended with status {status}")
 
 
-def chosen(given: str | None) -> list[str]:
+# What `list` and `render` make of the options; a run takes all.
+TAKEN = {
+    "list": ("measures nothing", {"quick", "only", "family"}),
+    "render": ("shows every stored line", {"quick", "out"}),
+}
+
+
+def check_taken(options: argparse.Namespace) -> None:
+    """Refuses options that the action would not heed."""
+    if options.action in TAKEN:
+        does, taken = TAKEN[options.action]
+        for name, value in vars(options).items():
+            if name != "action" and value and name not in taken:
+                refuse(f"`{options.action}` {does}, and takes no --{name}")
+
+
+@contextlib.contextmanager
+def files() -> Iterator[None]:
+    """Refuses where a file cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        refuse(f"{error.strerror}: {str(error.filename)!r}")
+
+
+def chosen(given: Sequence[str] | None) -> list[str]:
     """The contestants asked for that are installed; the absent ones are named on stderr."""
-    names = list(contestants.NAMES) if given is None else ["normjax", *given.split(",")]
-    if unknown := set(names) - set(contestants.NAMES):
-        raise SystemExit(f"benchmarks: no contestant {', '.join(sorted(unknown))}; there are {contestants.NAMES}")
+    names = list(contestants.NAMES) if given is None else ["normjax", *given]
     absent = [name for name in contestants.missing() if name in names]
     if absent:
         say(f"not installed, left out: {', '.join(absent)} (pip install -r benchmarks/requirements.txt)")
@@ -119,26 +182,33 @@ def measure(
     launch: Callable[[dict[str, Any]], None],
 ) -> None:
     """Writes the lines of all processes to the file, and with `imports` how long importing takes."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("")
+    with files():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
     common = {"cases": [case.key for case in cases], "contestants": list(names), "file": str(file.resolve())}
     for process in range(processes):
         launch({**common, "process": process, "rounds": rounds, "memory": memory})
     if imports:
         about = machine()
         with file.open("a") as lines:
-            for record in import_times(processes):
+            for record in import_times():
                 lines.write(json.dumps(record | about) + "\n")
 
 
 def show(out: Path) -> list[dict[str, Any]]:
     """Prints the table of the stored lines, writes it and the plot beside them, and returns the lines."""
-    lines = results.read(out / "times.jsonl")
+    with files():
+        try:
+            lines = results.read(out / "times.jsonl")
+        except ValueError as error:
+            refuse(str(error))
     text = render.report(lines)
-    (out / "table.md").write_text(text)
+    with files():
+        (out / "table.md").write_text(text)
     print(text)
     try:
-        drawn = render.plot(lines, out / "ratios.png")
+        with files():
+            drawn = render.plot(lines, out / "ratios.png")
     except ModuleNotFoundError as absent:
         say(f"no plot: {absent.name} is not installed (pip install -r benchmarks/requirements.txt)")
         drawn = False
@@ -149,10 +219,11 @@ def show(out: Path) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None, launch: Callable[[dict[str, Any]], None] = launch) -> int:
     """Returns the exit status: 1 where an answer of normjax is wrong."""
     options = parser().parse_args(arguments)
+    check_taken(options)
     out = options.out or Path("runs") / ("benchmarks-quick" if options.quick else "benchmarks")
     cases = select(CASES, quick=options.quick, only=options.only, families=options.family)
     if not cases:
-        raise SystemExit("benchmarks: no row matches; `python -m benchmarks list` prints their names")
+        refuse("no row matches; `python -m benchmarks list` prints their names")
     if options.action == "list":
         with contextlib.suppress(BrokenPipeError):  # `... | head`
             print("\n".join(case.key for case in cases), flush=True)
@@ -165,7 +236,7 @@ def main(arguments: Sequence[str] | None = None, launch: Callable[[dict[str, Any
             names=chosen(options.against),
             processes=options.processes or (2 if options.quick else 5),
             rounds=options.rounds or (5 if options.quick else 11),
-            memory=options.memory,
+            memory=options.memory or "warm",
             imports=not (options.only or options.family),
             launch=launch,
         )

@@ -96,7 +96,7 @@ def _program(case: Case, problem: Problem, apply: Apply) -> Ready:
         *outputs, new = result
         answer = dict(zip(OUTPUTS, outputs, strict=False))
         if case.family == "batch" and case.train:
-            answer |= dict(zip(RUNNING, new, strict=True))
+            answer |= dict(zip(RUNNING, map(np.ravel, new), strict=True))  # Haiku keeps the pooled axes
         return errors(case, answer)
 
     return Ready(lambda: jax.block_until_ready(program(*given)), check, compile_s)

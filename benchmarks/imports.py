@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+PROCESSES = 7  # a second each, whatever the suite's number: that of a quick run would say nothing
 
 # In one process: a difference of two processes would carry the noise of JAX's own second.
 CODE = """
@@ -21,10 +22,10 @@ print(json.dumps({"jax_s": between - start, "normjax_s": time.perf_counter() - b
 """
 
 
-def import_times(processes: int) -> Iterator[dict[str, Any]]:
-    """A record for each process, after one that leaves the byte code behind, as an installation does."""
+def import_times() -> Iterator[dict[str, Any]]:
+    """A record for each of `PROCESSES`, after one that leaves the byte code behind, as an installation does."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    for process in range(-1, processes):
+    for process in range(-1, PROCESSES):
         ran = subprocess.run(
             [sys.executable, "-c", CODE], cwd=ROOT, env=env, capture_output=True, text=True, check=True
         )

@@ -59,7 +59,8 @@ def conditions(lines: Iterable[Line]) -> str:
 
 def _about(line: Line) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in line["versions"].items() if name != "normjax")
-    where = f"{line['device']}: {line['processor']}, {line['cpus']} CPUs, {line['memory']} memory"
+    memory = f", {line['memory']} memory" if "memory" in line else ""
+    where = f"{line['device']}: {line['processor']}, {line['cpus']} CPUs{memory}"
     return f"{where}. Python {line['python']}, {versions}."
 
 
@@ -103,7 +104,8 @@ def imports(lines: Iterable[Line]) -> str:
     ours, jax = ([line[key] * 1e3 for line in found] for key in ("normjax_s", "jax_s"))
     return (
         f"`import normjax` adds {statistics.median(ours):.0f} ms ({min(ours):.0f}–{max(ours):.0f}) to the "
-        f"{statistics.median(jax):.0f} ms of `import jax`, in {len(found)} fresh processes."
+        f"{statistics.median(jax):.0f} ms of `import jax`, in {len(found)} fresh processes. "
+        + " ".join(sorted({_about(line) for line in found}))
     )
 
 

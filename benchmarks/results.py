@@ -46,9 +46,28 @@ class Row(NamedTuple):
     faults: dict[str, float]
 
 
+_ABOUT = {"process", "device", "processor", "cpus", "python", "versions"}
+_KEYS = {
+    "time": _ABOUT | {"memory", "case", "mode", "contestant", "verdict"},
+    "import": _ABOUT | {"jax_s", "normjax_s"},
+}
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The lines of a file; ValueError where there is none, or one that is not of a measurement."""
+    lines = []
+    for number, text in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        try:
+            line = json.loads(text)
+            whole = _KEYS[line["kind"]] <= line.keys()
+        except (ValueError, LookupError, TypeError):
+            whole = False
+        if not whole:
+            raise ValueError(f"{path}, line {number}: no line of a measurement: {text[:60]!r}")
+        lines.append(line)
+    if not lines:
+        raise ValueError(f"{path} holds no line")
+    return lines
 
 
 def paired_ratio(own: Sequence[float], other: Sequence[float]) -> float:

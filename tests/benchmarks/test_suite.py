@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import normjax as nj
-from benchmarks import contestants, problems, render, results, timing, worker
+from benchmarks import contestants, imports, problems, render, results, timing, worker
 from benchmarks.__main__ import chosen, main
 from benchmarks.cases import BOTH, CASES, FAMILIES, FORWARD, Case, select
 from normjax import _running
@@ -65,19 +65,41 @@ def test_filters_narrow_the_rows_together():
     assert select(CASES, only="no such row") == []
 
 
-def test_a_selection_without_rows_is_refused(capsys):
-    with pytest.raises(SystemExit, match="no row matches"):
-        main(["list", "--only", "no such row"])
+A_FILE = Path(__file__)
+REFUSED = {
+    "no row": (["list", "--only", "no such row"], "no row matches"),
+    "a broken expression": (["--only", "("], "argument --only: '(' is no regular expression: "),
+    "no process": (["--processes", "0"], "argument --processes: '0' is no number from 1"),
+    "a process less than none": (["--processes", "-1"], "argument --processes: '-1' is no number from 1"),
+    "no round": (["--rounds", "0"], "argument --rounds: '0' is no number from 1"),
+    "half a round": (["--rounds", "0.5"], "argument --rounds: '0.5' is no number from 1"),
+    "an unknown contestant": (["--against", "flux,linen"], "argument --against: no contestant 'flux'; there are "),
+    "an empty contestant": (["--against", "linen,"], "argument --against: no contestant ''; there are "),
+    "an unknown family": (["--family", "weight"], "argument --family: invalid choice: 'weight'"),
+    "rows to render": (["render", "--only", "layer"], "`render` shows every stored line, and takes no --only"),
+    "a family to render": (["render", "--family", "rms"], "`render` shows every stored line, and takes no --family"),
+    "rounds to render": (["render", "--rounds", "5"], "`render` shows every stored line, and takes no --rounds"),
+    "memory to list": (["list", "--memory", "fresh"], "`list` measures nothing, and takes no --memory"),
+    "a folder that is not there": (["render", "--out", "no such folder"], "No such file or directory: 'no such folder"),
+    "a file as the folder": (["--against", "copy", "--out", str(A_FILE)], f"File exists: '{A_FILE}'"),
+    "a folder under a file": (["--against", "copy", "--out", f"{A_FILE}/in"], f"Not a directory: '{A_FILE}/in'"),
+}
 
 
-def test_an_unknown_contestant_is_named():
-    with pytest.raises(SystemExit, match="no contestant flux"):
-        chosen("flux,linen")
+@pytest.mark.parametrize(("arguments", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_done_is_refused_in_a_line_before_anything_is_measured(arguments, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments, launch=lambda settings: pytest.fail("measured"))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.startswith("benchmarks: ")
+    assert error.count("\n") == 1
 
 
 def test_a_contestant_that_is_not_installed_is_left_out_with_a_line(monkeypatch, capsys):
     monkeypatch.setitem(contestants.PEERS, "torch", contestants.Peer("torch:prepare", "no_such_module"))
-    assert chosen("linen,torch") == ["normjax", "linen"]
+    assert chosen(["linen", "torch"]) == ["normjax", "linen"]
     assert "left out: torch (pip install -r benchmarks/requirements.txt)" in capsys.readouterr().err
     assert (ROOT / "benchmarks/requirements.txt").is_file()
 
@@ -277,7 +299,17 @@ LINES = [
     _line("normjax", 2, [4.0, 4.0, 4.0]),
     _line("torch", 0, [1e-3, 10e-3, 6e-3], verdict="wrong"),
     _line("keras", 0, [], verdict="failed"),
-    {"kind": "import", "process": 0, "jax_s": 0.7, "normjax_s": 0.03},
+    {
+        "kind": "import",
+        "process": 0,
+        "jax_s": 0.7,
+        "normjax_s": 0.03,
+        "device": "cpu",
+        "processor": "quill",
+        "cpus": 4,
+        "python": "3.12",
+        "versions": {"jax": "0.12"},
+    },
 ]
 
 
@@ -296,7 +328,8 @@ def test_the_table_has_the_ratios_their_range_and_a_mark_for_what_is_wrong():
     assert "| layer tiny 4x8 f32 | 500 | 0.25 | 2.00 (0.50–4.00) | failed | 1.00, wrong |" in text
     assert "| case | normjax, ms | compile, s | linen | keras | torch |" in text
     assert "cpu: abacus, 2 CPUs, warm memory. Python 3.11, jax 0.10." in text
-    assert "adds 30 ms (30–30) to the 700 ms of `import jax`" in text
+    assert "adds 30 ms (30–30) to the 700 ms of `import jax`, in 1 fresh processes. " in text
+    assert "cpu: quill, 4 CPUs. Python 3.12, jax 0.12." in text
 
 
 def test_rows_come_in_the_order_of_the_suite():
@@ -312,6 +345,23 @@ def test_the_plot_shows_the_plotted_rows_alone(tmp_path):
         lines = [_line(name, 0, [1.0], case=case) for name in ("normjax", "linen", "copy")]
         assert render.plot(lines, path) == drawn == path.exists()
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_import_is_timed_as_often_whatever_the_number_of_processes_and_says_where(tmp_path, monkeypatch):
+    started = []
+
+    def run(command, **options):
+        started.append(command)
+        return subprocess.CompletedProcess(command, 0, '{"jax_s": 0.7, "normjax_s": 0.03}')
+
+    monkeypatch.setattr(imports.subprocess, "run", run)
+    launch = _in_this_process(_field(), TINY["layer"])
+    assert main(["--quick", "--processes", "1", "--rounds", "1", "--out", str(tmp_path)], launch=launch) == 0
+    lines = [line for line in results.read(tmp_path / "times.jsonl") if line["kind"] == "import"]
+    assert [line["process"] for line in lines] == list(range(imports.PROCESSES))
+    assert len(started) == imports.PROCESSES + 1
+    assert all(line["versions"]["jax"] == jax.__version__ and line["processor"] and line["cpus"] for line in lines)
+    assert f"in {imports.PROCESSES} fresh processes. cpu: " in (tmp_path / "table.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -344,6 +394,40 @@ def test_rendering_again_gives_the_same_table(measured, capsys):
     assert before in ran.stdout
     assert main(["render", "--out", str(out)]) == 0
     assert (out / "table.md").read_text() == before
+
+
+STORED = {
+    "no line": ("", "holds no line"),
+    "half a line": ('{"kind": "import", "jax_s": 0.7', "line 1: no line of a measurement"),
+    "another file": ('{"kind": "game"}\n', "line 1: no line of a measurement"),
+    "a number": ("7\n", "line 1: no line of a measurement"),
+    "a line without its device": (
+        '{"kind": "import", "process": 0, "jax_s": 0.7, "normjax_s": 0.1}',
+        "line 1: no line",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), STORED.values(), ids=STORED.keys())
+def test_what_was_not_measured_by_the_suite_cannot_be_rendered(text, words, tmp_path, capsys):
+    (tmp_path / "times.jsonl").write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        main(["render", "--out", str(tmp_path)])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert f"benchmarks: {tmp_path / 'times.jsonl'}" in error
+    assert words in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "table.md").exists()
+
+
+def test_a_table_that_cannot_be_written_is_refused_in_a_line(measured, tmp_path, capsys):
+    (tmp_path / "times.jsonl").write_text((measured[0] / "times.jsonl").read_text())
+    (tmp_path / "table.md").mkdir()
+    with pytest.raises(SystemExit) as stop:
+        main(["render", "--out", str(tmp_path)])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"benchmarks: Is a directory: '{tmp_path / 'table.md'}'\n"
 
 
 def test_the_help_names_the_commands_and_says_how_allocation_is_made_equal(capsys):
