@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks import contestants, render, results
+from benchmarks.arguments import Parser, files, positive, refuse, say
 from benchmarks.cases import CASES, FAMILIES, Case, select
 from benchmarks.imports import ROOT, import_times
 from benchmarks.timing import MEMORY, environment
@@ -59,24 +60,6 @@ of its own. What cannot be done ends with one line and status 2.
 """
 
 
-def refuse(why: str) -> NoReturn:
-    """Ends the command with one line on stderr and status 2."""
-    say(f"benchmarks: {why}")
-    raise SystemExit(2)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        refuse(message)
-
-
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1")
-    return int(text)
-
-
 def expression(text: str) -> str:
     """A regular expression."""
     try:
@@ -96,7 +79,7 @@ def known(text: str) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    options = _Parser(
+    options = Parser(
         prog="python -m benchmarks",
         description=DESCRIPTION,
         epilog=METHOD,
@@ -147,15 +130,6 @@ def check_taken(options: argparse.Namespace) -> None:
                 refuse(f"`{options.action}` {does}, and takes no --{name}")
 
 
-@contextlib.contextmanager
-def files() -> Iterator[None]:
-    """Refuses where a file cannot be read or written."""
-    try:
-        yield
-    except OSError as error:
-        refuse(f"{error.strerror}: {str(error.filename)!r}")
-
-
 def chosen(given: Sequence[str] | None) -> list[str]:
     """The contestants asked for that are installed; the absent ones are named on stderr."""
     names = list(contestants.NAMES) if given is None else ["normjax", *given]
@@ -163,11 +137,6 @@ def chosen(given: Sequence[str] | None) -> list[str]:
     if absent:
         say(f"not installed, left out: {', '.join(absent)} (pip install -r benchmarks/requirements.txt)")
     return [name for name in contestants.NAMES if name in names and name not in absent]
-
-
-def say(text: str) -> None:
-    """Prints to stderr, where the progress goes."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def measure(

@@ -4,7 +4,6 @@ All four normalise the same float32 inputs with eps = 1e-5 and without scale and
 ``golden/torch_accuracy.json``, written by the script beside it; the others are computed here.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ import jax
 from flax import nnx
 
 import normjax as nj
+from benchmarks.arguments import Parser
 from benchmarks.stress import AXIS_NAMES, EPS, LAYOUT, Stress, inputs
 
 GOLDEN = Path(__file__).parent / "golden" / "torch_accuracy.json"
@@ -85,6 +85,6 @@ def _short(error: float) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser("python -m benchmarks.accuracy", description=__doc__).parse_args()
+    Parser("python -m benchmarks.accuracy", description=__doc__).parse_args()
     print(table())
     print(f"\n{versions()}")

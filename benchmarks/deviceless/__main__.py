@@ -1,15 +1,15 @@
 """``python -m benchmarks.deviceless`` compiles every program for every target and prints what each does."""
 
-import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import Parser, files, positive
 from benchmarks.deviceless import programs
 from benchmarks.deviceless.apart import TIMEOUT, CompileFailed, measure_apart
 from benchmarks.deviceless.targets import TARGETS
@@ -23,6 +23,7 @@ COLUMNS = (
     "× ideal",
     "kernels",
     "temporaries MB",
+    "peak MB",
     "saved MB",
     "collectives, bytes",
 )
@@ -63,28 +64,33 @@ def line(row: dict[str, Any]) -> str:
 
     ratio = f"{row['moved'] / row['ideal']:.2f}" if "ideal" in row else ""
     payloads = ", ".join(f"{name} {size}" for name, size in row["collectives"])
-    cells += [megabytes("moved"), ratio, str(row["kernels"]), megabytes("temporaries"), megabytes("saved"), payloads]
+    memory = [megabytes(key) for key in ("temporaries", "peak", "saved")]
+    cells += [megabytes("moved"), ratio, str(row["kernels"]), *memory, payloads]
     return "| " + " | ".join(cells) + " |"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.deviceless", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser("python -m benchmarks.deviceless", description=__doc__)
     parser.add_argument("--target", choices=TARGETS, nargs="+", default=TARGETS)
     parser.add_argument("--only", default="", help="programs whose name contains this")
     parser.add_argument("--by", choices=programs.IMPLEMENTATIONS, nargs="+", default=programs.IMPLEMENTATIONS)
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
     parser.add_argument("--out", type=Path, help="a file to write JSON lines to as well")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for each compile")
-    parser.add_argument("--jobs", type=int, default=math.ceil((os.cpu_count() or 1) / 2))
-    options = parser.parse_args()
+    parser.add_argument("--timeout", type=positive, default=int(TIMEOUT), help="seconds for each compile")
+    parser.add_argument("--jobs", type=positive, default=math.ceil((os.cpu_count() or 1) / 2))
+    options = parser.parse_args(arguments)
     try:
         versions = {"jax": version("jax"), "libtpu": version("libtpu"), "cuda": version("jax-cuda13-pjrt")}
     except PackageNotFoundError as error:
         parser.error(f"{error.name} is not installed: in an environment of its own, follow {REQUIREMENTS}.")
     chosen = [case for case in cases() if options.only in case[0] and case[2] in options.by]
+    if not chosen:
+        parser.error(f"argument --only: no program's name contains {options.only!r}.")
     chosen.sort(key=lambda case: (case[0], case[1]))
+    with files():
+        out = open(options.out or os.devnull, "w")  # noqa: SIM115
     failed = False
-    with ThreadPoolExecutor(options.jobs) as pool, open(options.out or os.devnull, "w") as out:
+    with ThreadPoolExecutor(options.jobs) as pool, out:
         for target in options.target:
             if not options.json:
                 print(f"\n{target}, {versions}\n\n| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.deviceless import __main__ as command
 from benchmarks.deviceless import hlo
 
 MODULE = """HloModule hand_written, is_scheduled=true
@@ -168,3 +169,49 @@ def test_what_cannot_be_read_off_the_text_is_an_error(line, words):
 def test_a_text_without_an_entry_is_an_error():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.count("HloModule nothing\n")
+
+
+ROW = {"target": "h200", "program": "transformer", "part": "training step", "by": "vjp"}
+COUNTS = {
+    "moved": 1.5e6,
+    "kernels": 321,
+    "collectives": [("all-reduce", 2048)],
+    "temporaries": 2.5e6,
+    "peak": 11_250_200_000,
+    "saved": None,
+}
+
+
+def test_the_table_has_a_column_for_every_count():
+    cells = [cell.strip() for cell in command.line(ROW | COUNTS).strip("|").split("|")]
+    shown = dict(zip(command.COLUMNS, cells, strict=True))
+    assert shown == {
+        "program": "transformer",
+        "part": "training step",
+        "by": "vjp",
+        "moved MB": "1.5",
+        "× ideal": "",
+        "kernels": "321",
+        "temporaries MB": "2.5",
+        "peak MB": "11250.2",
+        "saved MB": "",
+        "collectives, bytes": "all-reduce 2048",
+    }
+
+
+MISTAKES = {
+    "a program that is not there": (["--only", "no such"], "argument --only: no program's name contains 'no such'"),
+    "no compile at a time": (["--jobs", "0"], "argument --jobs: '0' is no number from 1"),
+    "no time": (["--timeout", "0"], "argument --timeout: '0' is no number from 1"),
+    "a file under a file": (["--only", "rms", "--out", f"{__file__}/in"], f"Not a directory: '{__file__}/in'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_what_cannot_be_done_is_refused_before_anything_is_compiled(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(command, "version", lambda package: "1.0")
+    monkeypatch.setattr(command, "measure_apart", lambda *arguments, **options: pytest.fail("compiled"))
+    with pytest.raises(SystemExit) as stop:
+        command.main(arguments)
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err

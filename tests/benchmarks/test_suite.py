@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import normjax as nj
-from benchmarks import contestants, imports, problems, render, results, timing, worker
+from benchmarks import compiling, contestants, imports, problems, render, results, timing, worker
 from benchmarks.__main__ import chosen, main
 from benchmarks.cases import BOTH, CASES, FAMILIES, FORWARD, Case, select
 from normjax import _running
@@ -428,6 +428,39 @@ def test_a_table_that_cannot_be_written_is_refused_in_a_line(measured, tmp_path,
         main(["render", "--out", str(tmp_path)])
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"benchmarks: Is a directory: '{tmp_path / 'table.md'}'\n"
+
+
+@pytest.mark.parametrize("network", compiling.NETWORKS)
+def test_what_is_compiled_of_each_contestant_is_the_same_gradient(network):
+    gradients = []
+    for by in compiling.CONTESTANTS:
+        function, arguments = compiling.gradient(by, network, (4, 8), depth=3)
+        leaves, structure = jax.tree.flatten(arguments)
+        assert len(leaves) == 1 + 3 * {"dense": 3, "bare": 2}[network]
+        values = [np.random.default_rng(i).normal(size=leaf.shape).astype(leaf.dtype) for i, leaf in enumerate(leaves)]
+        gradients.append(jax.tree.leaves(jax.jit(function)(*jax.tree.unflatten(structure, values))))
+    for ours, theirs in zip(*gradients, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.max(np.abs(theirs)))
+
+
+def test_the_seconds_of_compiling_come_as_lines_with_device_and_versions(capsys):
+    compiling.main(["--network", "bare", "--by", "normjax", "--size", "4x8", "--depth", "2"])
+    line = json.loads(capsys.readouterr().out)
+    assert {name: line[name] for name in ("network", "shape", "depth", "contestant")} == {
+        "network": "bare",
+        "shape": [4, 8],
+        "depth": 2,
+        "contestant": "normjax",
+    }
+    assert line["cpu_s"] > 0
+    assert line["device"] == "cpu"
+    assert line["versions"]["jax"] == jax.__version__
+
+
+def test_a_size_that_is_none_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        compiling.main(["--size", "32"])
+    assert capsys.readouterr().err == "benchmarks: argument --size: '32' is no size such as 32x64\n"
 
 
 def test_the_help_names_the_commands_and_says_how_allocation_is_made_equal(capsys):
