@@ -313,18 +313,16 @@ def _group_sums(g, near, offset, r, *gamma):
 def carried(stats: Statistics, scale, bias, eps, *, zero_centered: bool) -> tuple[Statistics, Any, Any, Any]:
     """Pooled statistics and eps as constants, beside γ and β, constant in a group, that carry their derivative.
 
-    With μ and r held at μ₀ and r₀, γ r/r₀ and β − γ r (μ − μ₀) give the same y, whatever μ₀ and r₀ are, so all
+    With μ, v and ε held at μ₀, v₀ and ε₀, γ r/r₀ and β − γ r (μ − μ₀) give the same y, whatever these are, so all
     derivatives agree. Where a checked shard_map casts γ and β, the cotangents of two arrays cross the devices, not
     those of γ, β, μ and v.
     """
-    r = _inverse_std(stats.var, eps, stats.count)
-    some = jnp.where(r == 0, 1, r)
-    ratio = some / lax.stop_gradient(some)
-    dtype = r.dtype if scale is None else jnp.promote_types(scale.dtype, r.dtype)
-    factor = _gamma(Form(zero_centered, None), scale, dtype)
-    gamma = ratio if factor is None else ratio * factor
     fixed, fixed_eps = lax.stop_gradient((stats, eps))
-    moved = gamma * (lax.stop_gradient(r) * (fixed.offset - stats.offset))
+    r = _inverse_std(fixed.var, fixed_eps, fixed.count)
+    ratio = lax.rsqrt(1 + r * (r * ((stats.var - fixed.var) + (eps - fixed_eps))))  # r² apart, as in the backward
+    factor = _gamma(Form(zero_centered, None), scale, stats.offset.dtype)
+    gamma = ratio if factor is None else ratio * factor
+    moved = gamma * (r * (fixed.offset - stats.offset))
     return fixed, gamma, moved if bias is None else bias + moved, fixed_eps
 
 

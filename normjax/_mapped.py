@@ -264,6 +264,10 @@ def _pool_by_slots(over: Over, stats: Statistics) -> Statistics:
 
 def _rounded(shift, offset):
     """The mean K + e as one float, and what it lacks as an integer of 20 bits: `HALF` and so many of its `_unit`."""
+    # Compilers make one instruction of a product and a sum, here e's last product and K + e, where nothing else wants
+    # the product; elsewhere they round it first, and there were two means. A selection between keeps them apart.
+    most = float(jnp.finfo(shift.dtype).max)
+    shift, offset = (jnp.where(jnp.abs(part) <= most, part, part + part) for part in (shift, offset))
     mean = shift + offset
     back = mean - shift  # with it the remainder is exact, whichever of the two is larger (Knuth)
     lacks = ((shift - (mean - back)) + (offset - back)) / _unit(mean)
@@ -271,8 +275,10 @@ def _rounded(shift, offset):
 
 
 def _unit(mean):
-    """2⁻¹⁹ of the largest rounding error; means below 2⁻⁶⁰ need none, beside any deviation that float32 can square."""
-    return jnp.maximum(jnp.abs(mean), 2.0**-60) * (float(jnp.finfo(mean.dtype).eps) / (2 * HALF))
+    """2⁻¹⁹ of the largest rounding error; a mean that is nothing beside any deviation it can have needs none."""
+    info = jnp.finfo(mean.dtype)
+    least = 8 * float(info.tiny) ** 0.5
+    return jnp.maximum(jnp.abs(mean), least) * (float(info.eps) / (2 * HALF))
 
 
 def _six_in_five(left):

@@ -168,9 +168,10 @@ def _standardised(devices: int, masked: bool):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("devices", [2, 8, 40])
 @pytest.mark.parametrize(("mean", "apart"), [(1e4, 0.0), (1e4, 1.0), (1e4, 100.0), (-1e6, 1.0), (1e7, 3.0)])
-def test_a_mean_of_ten_thousand_costs_nothing(mean, apart, devices, masked, rng):
+@pytest.mark.parametrize("rows", [64, 12])  # 1/12 is no float: e's last product is rounded
+def test_a_mean_of_ten_thousand_costs_nothing(rows, mean, apart, devices, masked, rng):
     means = mean + apart * rng.normal(size=(devices, 1, 9))
-    x = rng.normal(means, 1.0, (devices, 64, 9)).astype(np.float32)
+    x = rng.normal(means, 1.0, (devices, rows, 9)).astype(np.float32)
     where = rng.random(x.shape) < 0.5 if masked else np.ones(x.shape, bool)
     y, mean, var = _standardised(devices, masked)(x, where)
     spec = {"layout": "S N C", "axis_names": "S N", "where": where}

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import normjax as nj
 from normjax import reference
@@ -205,3 +207,40 @@ def test_second_derivatives_through_mapped_axes_equal_those_of_one_device(rng, x
         )(*primals)
         for actual, wanted in zip(second(mapped), exact, strict=True):
             close(actual, wanted)
+
+
+@pytest.mark.parametrize("scale", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("deviation", [1e-14, 1.0, 1e14])
+@pytest.mark.parametrize("spread", ["vmap, gradient inside", "checked"])
+def test_small_and_large_deviations_have_the_gradients_of_one_device(spread, deviation, scale, rng, x64):
+    """In float32, where r³ would not be a number; and with parameters of another dtype than x."""
+    x, g = (jnp.asarray(rng.normal(size=(4, 6, 3)), jnp.float32) for _ in range(2))
+    x = x * deviation
+    params = nj.Affine(jnp.asarray(rng.normal(size=3), scale), jnp.asarray(rng.normal(size=3), scale), "C")
+
+    def gradients(layout, axis_names, x, g, params, eps):
+        norm = lambda *args: nj.normalize(  # noqa: E731
+            args[0], args[1], layout=layout, axis_names=axis_names, eps=args[2]
+        )[0]
+        return jax.vjp(norm, x, params, eps)[1](g)
+
+    eps = jnp.float32(0)
+    wanted = gradients("S N C", "S N", x, g, params, eps)
+    of_device = lambda x, g, params, eps: gradients("N C", "N data", x, g, params, eps)  # noqa: E731
+    if spread == "checked":
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+        sharded = jax.shard_map(
+            lambda x, g, *others: of_device(x[0], g[0], *others),
+            mesh=mesh,
+            in_specs=(P("data"), P("data"), P(), P()),
+            out_specs=(P("data"), P(), P()),
+        )
+        dx, *summed = quick_jit(sharded)(x, g, params, eps)
+    else:
+        each = quick_jit(jax.vmap(of_device, (0, 0, None, None), axis_name="data"))
+        dx, *shares = each(x, g, params, eps)
+        summed = jax.tree.map(lambda leaf: leaf.sum(0), shares)
+    got = (dx.reshape(x.shape), *summed)
+    for ours, one in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert ours.dtype == one.dtype
+        np.testing.assert_allclose(ours, one, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(one))))
