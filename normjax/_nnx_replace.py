@@ -1,5 +1,6 @@
 """`replace`: the norms of an nnx model by ours, by group norms, synchronised or frozen; and what it refuses."""
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from flax.nnx.nn import dtypes
 from jax.core import Tracer
 
 from normjax._flax_axes import settled
-from normjax._grammar import parse_names
+from normjax._grammar import count_word, parse_names
 from normjax._inputs import kind_of
 from normjax._nnx_batch import BatchNorm, Norm
 from normjax._nnx_swap import (
@@ -25,6 +26,7 @@ from normjax._nnx_swap import (
     ours,
     rebuilt,
 )
+from normjax._running import Ema
 
 
 class Change(NamedTuple):
@@ -96,7 +98,8 @@ def replace(
       ValueError: there is no norm to replace, or one would come to mean something else than asked; all of these are
         listed, and nothing is changed. For "group": one entry in a group, channels that are not the last axis, a
         mapped axis, a layout, a frozen norm. For "sync": another axis name than it has, a frozen norm. For "frozen":
-        statistics that have never moved, or parameters that others share. Always: a subclass of a norm.
+        statistics that have never moved, or parameters that others share. Always: a subclass of a norm, settings that
+        only Flax takes, a `GroupNorm` of Flax's whose `reduction_axes` keep several axes (its numbers are wrong).
       TypeError: `to` or `num_groups` is none of those.
 
     Example:
@@ -216,6 +219,8 @@ def _reasons(norm: Any, to, axis_name, num_groups: int, calls) -> list[str]:
         if to is None and isinstance(norm, Norm):
             return []
         return [f"{type(norm).__qualname__} is a subclass, and what it adds would be lost; leave it out with `only`."]
+    if reasons := [] if isinstance(norm, Norm) else _only_flax(norm):
+        return reasons
     if to == "group":
         return _no_group(norm, _divisor(features(norm), num_groups), calls)
     if to == "sync":
@@ -223,6 +228,58 @@ def _reasons(norm: Any, to, axis_name, num_groups: int, calls) -> list[str]:
     if to == "frozen" and not _is_frozen(norm) and _never_moved(norm):
         return ["its running statistics are still 0 and 1: train, or load a checkpoint, before it is frozen."]
     return []
+
+
+def _only_flax(norm: Any) -> list[str]:
+    """The settings that Flax's norm takes, and ours refuses once it is called, or takes for something else."""
+    reasons = []
+    for name in ("axis", "reduction_axes", "feature_axes"):
+        axes = settled(getattr(norm, name, None))
+        if axes == () and name == "reduction_axes":
+            reasons.append("has reduction_axes=(), which pools nothing: y is the bias.")
+        elif axes is not None and not _in_order(axes if isinstance(axes, tuple) else (axes,)):
+            reasons.append(f"has {name}={axes}; here axes are in the order of x, and each once.")
+    if norm.epsilon < 0:
+        reasons.append(f"has epsilon={norm.epsilon!r}; it must be at least 0.")
+    try:
+        if norm.axis_name is not None:
+            parse_names("replace", norm.axis_name, "axis_name")
+        Ema.flax(getattr(norm, "momentum", 0.0))
+    except (TypeError, ValueError) as error:
+        reasons.append(str(error))
+    if isinstance(norm, nnx.GroupNorm) and norm.reduction_axes is not None and not reasons:
+        reasons += _group_norm_of_flax(norm)
+    return reasons
+
+
+def _in_order(axes: tuple) -> bool:
+    """Whether x has a rank at which the axes increase."""
+    most = max(map(abs, axes), default=0)
+    ranks = (rank for rank in range(1, 2 * most + 2) if all(-rank <= axis < rank for axis in axes))
+    return any(all(a % rank < b % rank for a, b in itertools.pairwise(axes)) for rank in ranks)
+
+
+def _group_norm_of_flax(norm: Any) -> list[str]:
+    """Whether Flax's numbers are wrong: it repeats each group's statistics along axis 1 of those, not along the last.
+
+    That is the same where the axes from there on hold one entry, and none to repeat where a group has one channel.
+    """
+    axes = settled(norm.reduction_axes)
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    if norm.group_size == 1:
+        return []
+    has = f"has reduction_axes={axes}"
+    if min(axes) < 0:
+        return [
+            f"{has}: whether Flax's numbers are right hangs on how many axes x has; count all of them from the front."
+        ]
+    kept = max(axes) + 1 - len(axes)  # the last axis of x is among the axes, or ours raises
+    if kept < 2 or (kept == 2 and norm.num_groups == 1):
+        return []
+    return [
+        f"{has}, which keeps {count_word(kept)} axes: Flax spreads the statistics of its groups over the wrong "
+        "entries, so y would change. Leave it out with `only`, or build a normjax.nnx.GroupNorm for what was asked."
+    ]
 
 
 def _is_frozen(norm) -> bool:
@@ -279,6 +336,8 @@ def _no_sync(norm: Any, axis_name) -> list[str]:
         reasons.append(f"pools over the mapped axis {norm.axis_name!r} already; name that in axis_name, too.")
     if norm.axis_name is None and norm.axis_index_groups is not None:
         reasons.append("has axis_index_groups and no axis_name: they would begin to count.")
+    if norm.axis_index_groups is not None and len(parse_names("replace", axis_name, "axis_name")) > 1:
+        reasons.append("has axis_index_groups, which are of one mapped axis; set them to None, or name that one alone.")
     return reasons
 
 

@@ -1,9 +1,11 @@
 """`normjax.nnx.replace`: what it refuses, with nothing changed, and what it leaves alone."""
 
+import itertools
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import errors
 from flax import nnx as flax_nnx
@@ -11,6 +13,7 @@ from flax import nnx as flax_nnx
 from normjax import nnx
 from normjax.nnx import replace
 from tests.flax.nested import nested, variables
+from tests.quick import quick_jit
 
 
 class Mine(flax_nnx.BatchNorm):
@@ -23,7 +26,8 @@ class Ours(nnx.BatchNorm):
 
 def moved(kind=nnx.BatchNorm, **settings):
     norm = kind(8, rngs=flax_nnx.Rngs(0), **settings)
-    norm.mean.set_value(jnp.ones(8))
+    if hasattr(norm, "mean"):
+        norm.mean.set_value(jnp.ones(8))
     return norm
 
 
@@ -70,6 +74,12 @@ X = jnp.ones((2, 4, 8))
         (frozen, "group", {"num_groups": 2}, "is frozen"),
         (frozen, "sync", {"axis_name": "data"}, "is frozen, and pools nothing"),
         (lambda: moved(axis_index_groups=[[0]]), "sync", {"axis_name": "data"}, "they would begin to count"),
+        (
+            lambda: moved(axis_name="data", axis_index_groups=[[0]]),
+            "sync",
+            {"axis_name": ("data", "model")},
+            "has axis_index_groups, which are of one mapped axis",
+        ),
         (lambda: nested(), "frozen", {}, "again: its running statistics are still 0 and 1"),
         (tied, "frozen", {"train_params": False}, "layers.0: its bias is also layers.1.bias"),
         (lambda: nested(), "group", {"only": flax_nnx.PathContains("heads")}, "leaves out again."),
@@ -87,6 +97,74 @@ def test_what_would_change_meaning_is_refused_and_changes_nothing(make, to, opti
     assert flax_nnx.graphdef(model) == before
     after = variables(model)
     assert all(after[path] is held[path] for path in held)
+
+
+# Flax's kind, settings, words: what Flax's norm takes and ours refuses once it is called
+TAKEN_BY_FLAX = [
+    ("LayerNorm", {"reduction_axes": (-1, -2)}, "has reduction_axes=(-1, -2); here axes are in the order of x"),
+    ("LayerNorm", {"reduction_axes": (1, -1, 0)}, "has reduction_axes=(1, -1, 0)"),
+    ("LayerNorm", {"feature_axes": (3, 1)}, "has feature_axes=(3, 1)"),
+    ("LayerNorm", {"reduction_axes": [2, 2]}, "each once"),
+    ("LayerNorm", {"reduction_axes": ()}, "has reduction_axes=(), which pools nothing"),
+    ("RMSNorm", {"reduction_axes": (2, 1)}, "has reduction_axes=(2, 1)"),
+    ("InstanceNorm", {"feature_axes": (3, 3)}, "has feature_axes=(3, 3)"),
+    ("GroupNorm", {"num_groups": 8, "reduction_axes": (3, 2)}, "has reduction_axes=(3, 2)"),
+    ("BatchNorm", {"axis_name": "data-0"}, "'data-0' is not a name"),
+    ("BatchNorm", {"momentum": 1.5}, "momentum=1.5 must lie between 0 and 1"),
+    ("RMSNorm", {"epsilon": -1e-6}, "has epsilon=-1e-06; it must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("to", "kind", "settings", "words"),
+    [(to, *row) for row in TAKEN_BY_FLAX for to in ([None, "sync", "frozen"] if row[0] == "BatchNorm" else [None])],
+    ids=lambda part: str(part)[:40],
+)
+def test_settings_that_only_flax_takes_are_refused_before_anything_changes(to, kind, settings, words):
+    norm = moved(getattr(flax_nnx, kind), **settings)
+    before = flax_nnx.graphdef(norm)
+    with pytest.raises(ValueError, match="nothing changed") as error:
+        replace(norm, to, **({"axis_name": "data"} if to == "sync" else {}))
+    assert words in str(error.value)
+    assert flax_nnx.graphdef(norm) == before
+
+
+def group_norms():
+    """Every choice of axes beside the last, from the front, of x of two to four axes, and one, two or eight groups."""
+    for rank in (2, 3, 4):
+        for number in range(rank):
+            for axes in itertools.combinations(range(rank - 1), number):
+                for groups in (1, 2, 8):
+                    yield rank, (*axes, rank - 1), groups
+
+
+def test_a_group_norm_is_replaced_where_flax_s_numbers_are_right_and_nowhere_else(rng):
+    """Where Flax cannot run, there is nothing that could change."""
+    refused = 0
+    for rank, axes, groups in group_norms():
+        x = jnp.asarray(rng.normal(size=(2, 3, 5, 8)[-rank:]), jnp.float32)
+        settings = {"num_groups": groups, "reduction_axes": axes, "use_fast_variance": False}
+        norm = flax_nnx.GroupNorm(8, **settings, rngs=flax_nnx.Rngs(0))
+        if len(axes) == rank:
+            replace(norm)
+            continue
+        mine = nnx.GroupNorm(8, **settings, rngs=flax_nnx.Rngs(0))
+        if np.allclose(*quick_jit(lambda x, pair=(norm, mine): [norm(x) for norm in pair])(x), atol=1e-5):
+            assert len(replace(norm)) == 1
+            continue
+        with pytest.raises(ValueError, match=r"reduction_axes=.* Flax spreads the statistics of its groups"):
+            replace(norm)
+        refused += 1
+    assert refused == 6
+
+
+def test_a_group_norm_whose_axes_count_from_the_back_is_refused_since_they_fit_any_rank():
+    norm = flax_nnx.GroupNorm(8, 2, reduction_axes=(1, 2, -1), rngs=flax_nnx.Rngs(0))
+    with pytest.raises(ValueError, match="count all of them from the front"):
+        replace(norm)
+    norm.reduction_axes = (1, 2, 3)
+    assert len(replace(norm)) == 1
+    replace(flax_nnx.GroupNorm(8, 8, reduction_axes=(1, 2, -1), rngs=flax_nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize(
