@@ -4,19 +4,27 @@ A checkpoint holds arrays, but neither momentum nor eps. These are arguments her
 default that they have in the framework; what comes back has normjax's: `Imported(params, state, running, eps)`.
 """
 
-import difflib
-import math
 import os
 from collections.abc import Iterable, Mapping
 from types import EllipsisType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from normjax._checkpoint import (
+    affine_of,
+    axes_of,
+    count_of,
+    number_of,
+    read,
+    refuse,
+    refuse_empty,
+    shape_problems,
+    state_of,
+)
 from normjax._extras import require
-from normjax._grammar import ELLIPSIS, axes_phrase, parse_names, quote
-from normjax._inputs import as_array, is_real_scalar, kind_of
+from normjax._inputs import as_array, kind_of, static_bool
 from normjax._normalize import Affine
 from normjax._running import BatchStats, Cumulative, Ema, check_state
 
@@ -24,8 +32,8 @@ _STATISTICS = ("running_mean", "running_var")
 _COUNTER = "num_batches_tracked"
 _TORCH = ("weight", "bias", *_STATISTICS, _COUNTER)
 _FLAX = ("scale", "bias", "mean", "var")
-_REAL = ("running_var", "var")
-_SHOWN = 8
+_COUNTS = ("count", "weight")
+_COLLECTIONS = ("params", "batch_stats", "batch_counts")
 
 
 class Imported(NamedTuple):
@@ -92,27 +100,29 @@ def from_torch(
       [1. 2.] 7 0.1 True 1e-05
     """
     fn = "from_torch"
-    axes = _axes(fn, names)
-    running = Ema.torch(None if momentum is None else _number(fn, "momentum", momentum))
+    axes = axes_of(fn, names)
+    running = Ema.torch(None if momentum is None else number_of(fn, "momentum", momentum))
     entries, others = _torch_entries(fn, tensors, prefix)
     if not entries and (affine is not False or track_running_stats):
-        _refuse_empty(fn, prefix, others, ".")
+        refuse_empty(fn, prefix, others, ".")
     has_bias = affine if bias is None or affine is False else bias
     track = track_running_stats
     asked: dict[str, bool | None] = dict(zip(_TORCH, (affine, has_bias, track, track, track), strict=True))
-    arrays, problems = _read(entries, asked, _torch_needs(entries, asked, momentum))
+    arrays, problems = read(entries, asked, _torch_needs(entries, asked, momentum), _COUNTER, ("running_var",))
+    if prefix and (dotted := [key for key in entries if key.startswith(".")]):
+        problems.append(f'the prefix lacks its dot: prefix="{prefix}." has {", ".join(key[1:] for key in dotted)}')
     counter = arrays.pop(_COUNTER, None)
-    problems += _shape_problems(fn, arrays, axes, sizes)
-    count = _counted(counter, problems)
-    state = None if problems else _state(arrays, _STATISTICS, axes, count, by_updates=momentum is None)
+    problems += shape_problems(fn, arrays, axes, sizes)
+    count = count_of(_COUNTER, counter, problems)
+    state = None if problems else state_of(arrays, _STATISTICS, axes, count, by_updates=momentum is None)
     if state is not None and momentum is None and state.count != count:
         problems.append(
             f"{_COUNTER} is 0, but the statistics are not 0 and 1: with momentum=None BatchNorm would forget them at "
             "its next update, while InstanceNorm (which never counts) would keep them for ever: pass momentum=0 for it"
         )
     eps = _torch_eps(fn, eps, entries, arrays, problems)
-    _refuse(fn, prefix, axes, problems)
-    return Imported(_affine(arrays, "weight", axes), state, running, eps)
+    refuse(fn, prefix, axes, problems)
+    return Imported(affine_of(arrays, "weight", axes), state, running, eps)
 
 
 def _torch_entries(fn: str, tensors, prefix: str) -> tuple[dict[str, Any], list[str]]:
@@ -155,14 +165,6 @@ def _torch_needs(entries: Mapping[str, Any], asked: Mapping[str, bool | None], m
     return needed
 
 
-def _counted(counter: np.ndarray | None, problems: list[str]) -> int | None:
-    """The number of updates, None where the checkpoint does not say."""
-    if counter is None or (counter.shape == () and 0 <= counter < 2**31 and counter == int(counter)):
-        return None if counter is None else int(counter)
-    problems.append(f"{_COUNTER} must be one integer from 0 to 2³¹ − 1, not {counter.dtype} {counter.tolist()}")
-    return None
-
-
 def _torch_eps(fn: str, eps, entries: Mapping[str, Any], arrays: Mapping[str, np.ndarray], problems: list[str]):
     """The eps that the layer has in PyTorch, as a float."""
     may_be_rms = entries.keys() <= {"weight"}
@@ -176,7 +178,7 @@ def _torch_eps(fn: str, eps, entries: Mapping[str, Any], arrays: Mapping[str, np
     if eps is None:  # PyTorch takes the spacing of the dtype that it computes in: float32 for half precision
         double = "weight" in arrays and arrays["weight"].dtype == np.float64
         return float(np.finfo(np.float64 if double else np.float32).eps)
-    return 1e-5 if eps is ... else _number(fn, "eps", eps)
+    return 1e-5 if eps is ... else number_of(fn, "eps", eps)
 
 
 def from_flax(
@@ -187,26 +189,30 @@ def from_flax(
     momentum: float = 0.99,
     eps: float | None = None,
     sizes: Mapping[str, int] | None = None,
+    zero_centered: bool = False,
 ) -> Imported:
     """Returns one norm of a Flax checkpoint: batch, layer, group, instance or RMS norm of linen or nnx.
 
     Args:
       variables: linen's variables, {"params": …, "batch_stats": …}; or an `nnx.State`, or nested dicts, in which scale,
-        bias, mean and var of a norm stand together. Boxes of metadata are opened.
+        bias, mean and var of a norm stand together. Boxes of metadata are opened. What normjax's modules count is read
+        too: linen's "batch_counts", count and weight of nnx.
       prefix: the path of the norm within each collection, such as "Encoder_0/BatchNorm_0", or its parts in a tuple.
       names: the axes that the arrays run along, in order.
       momentum: the share of the old value that is kept.
       eps: by default Flax's own `epsilon`: 1e-5 where there are statistics (BatchNorm), 1e-6 where there are none. For
         a BatchNorm pass its statistics too, or eps.
       sizes: what size each of some names must have, such as {"C": 64}.
+      zero_centered: whether the scale is stored as γ − 1, as normjax's modules do with zero_centered=True.
 
     Returns:
       `Imported`, with copies on the default device. Parameters keep their dtype. Flax does not count its updates: the
-      count is 1, or 0 where the statistics are still 0 and 1.
+      count is 1, or 0 where the statistics are still 0 and 1. Where normjax's modules counted them, go on with the
+      `running` that they were built with, not the one that comes back, which is Flax's.
 
     Raises:
       ValueError: nothing stands at prefix; or, listed in one error, what is missing or unexpected there, and the
-        shapes, sizes and dtypes that break a rule.
+        shapes, sizes, dtypes and values that break a rule.
       TypeError: an argument of another type.
 
     Example:
@@ -217,8 +223,11 @@ def from_flax(
       [1. 1.] 0.25 False 1e-05
     """
     fn = "from_flax"
-    axes = _axes(fn, names)
-    running = Ema.flax(_number(fn, "momentum", momentum))
+    axes = axes_of(fn, names)
+    running, zero_centered = (
+        Ema.flax(number_of(fn, "momentum", momentum)),
+        static_bool(fn, "zero_centered", zero_centered),
+    )
     if not isinstance(variables, Mapping):
         raise TypeError(
             f'{fn}: variables must be a mapping such as {{"params": …, "batch_stats": …}} or nnx.state(model); '
@@ -226,18 +235,22 @@ def from_flax(
         )
     path = tuple(prefix.strip("/").split("/")) if isinstance(prefix, str) else tuple(prefix)
     path, shown = tuple(part for part in path if part != ""), "/".join(map(str, path))
-    collections = [variables[key] for key in ("params", "batch_stats") if isinstance(variables.get(key), Mapping)]
+    collections = [variables[key] for key in _COLLECTIONS if isinstance(variables.get(key), Mapping)]
     entries: dict[str, Any] = {}
     for tree in collections or [variables]:
         entries |= {str(key): value for key, value in _descend(tree, path).items()}
     if not entries:
-        _refuse_empty(fn, shown, [key for tree in collections or [variables] for key in _paths(tree)], "/")
+        refuse_empty(fn, shown, [key for tree in collections or [variables] for key in _paths(tree)], "/")
     tracked = not entries.keys().isdisjoint(("mean", "var"))
-    arrays, problems = _read(entries, dict.fromkeys(_FLAX), {"mean", "var"} if tracked else set())
-    problems += _shape_problems(fn, arrays, axes, sizes)
-    eps = (1e-5 if tracked else 1e-6) if eps is None else _number(fn, "eps", eps)
-    _refuse(fn, shown, axes, problems)
-    return Imported(_affine(arrays, "scale", axes), _state(arrays, ("mean", "var"), axes, None), running, eps)
+    counts = _COUNTS if tracked and not entries.keys().isdisjoint(_COUNTS) else ()
+    needed = {"mean", "var", *counts} if tracked else set()
+    arrays, problems = read(entries, dict.fromkeys((*_FLAX, *counts)), needed, "count", ("var", "weight"))
+    count = count_of("count", arrays.pop("count", None), problems)
+    problems += shape_problems(fn, arrays, axes, sizes)
+    eps = (1e-5 if tracked else 1e-6) if eps is None else number_of(fn, "eps", eps)
+    refuse(fn, shown, axes, problems)
+    state = state_of(arrays, ("mean", "var"), axes, count, weight=arrays.get("weight"))
+    return Imported(affine_of(arrays, "scale", axes, zero_centered), state, running, eps)
 
 
 def _descend(tree: Mapping[Any, Any], path: tuple) -> Mapping[Any, Any]:
@@ -291,108 +304,3 @@ def to_flax(params: Affine | None = None, state: BatchStats | None = None, *, pr
     for part in reversed([part for part in prefix.split("/") if part]):
         variables = {key: {part: value} if value else {} for key, value in variables.items()}
     return {key: value for key, value in variables.items() if value}
-
-
-def _axes(fn: str, names) -> tuple[str, ...]:
-    axes = parse_names(fn, names, "names")
-    if ELLIPSIS in axes:
-        raise ValueError(f'{fn}: names="{" ".join(axes)}": each axis needs a name of its own; "..." is none.')
-    return axes
-
-
-def _number(fn: str, argument: str, value) -> float:
-    """A finite number of at least 0 as a float."""
-    if not is_real_scalar(value):
-        raise TypeError(f"{fn}: {argument} must be a number; got {value!r}.")
-    if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{fn}: {argument}={value!r} must be at least 0 and finite.")
-    return float(value)
-
-
-def _read(entries: Mapping[str, Any], asked: Mapping[str, bool | None], needed: set[str]):
-    """The arrays, and what is wrong; `asked` has each key that a norm can have: False where it must not be there."""
-    allowed = [key for key, wish in asked.items() if wish is not False]
-    problems, arrays = [], {}
-    if missing := [key for key in allowed if key in needed and key not in entries]:
-        problems.append(f"missing: {', '.join(missing)}")
-    if unexpected := [key for key in entries if key not in allowed]:
-        rest = f" and {len(unexpected) - _SHOWN} more" if len(unexpected) > _SHOWN else ""
-        problems.append(f"unexpected: {', '.join(unexpected[:_SHOWN])}{rest}")
-    for key in (key for key in allowed if key in entries):
-        try:
-            array = _as_numpy(entries[key])
-        except (TypeError, ValueError, RuntimeError) as error:
-            problems.append(f"{key} is no array: {error}")
-            continue
-        arrays[key] = array
-        if key != _COUNTER and not jnp.issubdtype(array.dtype, jnp.floating if key in _REAL else jnp.inexact):
-            problems.append(f"{key} must be of a floating-point dtype, not {array.dtype}")
-    return arrays, problems
-
-
-def _as_numpy(value) -> np.ndarray:
-    """An array of NumPy or JAX, a tensor of PyTorch, or an array in a box of Flax's, as NumPy's."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        if str(value.dtype) == "torch.bfloat16":  # which NumPy does not know; float32 holds all its values
-            return np.asarray(value.float()).astype(jnp.bfloat16)
-    value = value.unbox() if hasattr(value, "unbox") else value
-    value = value.get_value() if hasattr(value, "get_value") else value
-    array = np.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.number):
-        raise TypeError(f"{type(value).__name__} of dtype {array.dtype}")
-    return array
-
-
-def _shape_problems(fn: str, arrays: Mapping[str, np.ndarray], axes: tuple[str, ...], sizes) -> list[str]:
-    """Where the shapes are not those of `axes`, not of the sizes asked for, or not all one."""
-    sizes = {} if sizes is None else dict(sizes)
-    if unknown := [name for name in sizes if name not in axes]:
-        raise ValueError(f"{fn}: sizes has {quote(unknown)}, but names are {quote(axes)}.")
-    by_shape: dict[tuple[int, ...], list[str]] = {}
-    for key, array in arrays.items():
-        by_shape.setdefault(array.shape, []).append(key)
-    problems = []
-    for shape, keys in by_shape.items():
-        has = f"{', '.join(keys)}: shape {shape}"
-        if len(shape) != len(axes):
-            problems.append(f'{has}, but names="{" ".join(axes)}" is {axes_phrase(len(axes))}')
-            continue
-        for name, size in zip(axes, shape, strict=True):
-            if sizes.get(name, size) != size:
-                problems.append(f"{has}, but {name} must have size {sizes[name]}")
-    if len(by_shape) > 1:
-        different = ", ".join(f"{' and '.join(keys)} {shape}" for shape, keys in by_shape.items())
-        problems.append(f"shapes differ: {different}")
-    return problems
-
-
-def _refuse(fn: str, prefix: str, axes: tuple[str, ...], problems: list[str]) -> None:
-    if problems:
-        lines = "".join(f"\n  - {problem}" for problem in problems)
-        raise ValueError(f'{fn}: at prefix="{prefix}" stands no norm along names="{" ".join(axes)}":{lines}')
-
-
-def _refuse_empty(fn: str, prefix: str, keys: list[str], separator: str) -> NoReturn:
-    torch = separator == "."
-    end, advice = (".", " A norm that has no arrays: affine=False and eps=1e-5, say.") if torch else ("", "")
-    places = {key.rpartition(separator)[0] + end for key in keys if separator in key}
-    near = sorted(place for place in places if place.endswith(prefix)) if prefix else []
-    near = near or difflib.get_close_matches(prefix, sorted(places), cutoff=0.5)
-    hint = f" Near it: {', '.join(map(repr, near[:_SHOWN]))}." if near else ""
-    raise ValueError(f'{fn}: nothing stands at prefix="{prefix}" among {len(keys)} arrays.{hint}{advice}')
-
-
-def _affine(arrays: Mapping[str, np.ndarray], scale: str, axes: tuple[str, ...]) -> Affine | None:
-    copies = {key: jnp.array(array) for key, array in arrays.items() if key in (scale, "bias")}
-    return Affine(copies.get(scale), copies.get("bias"), axes) if copies else None
-
-
-def _state(arrays: Mapping[str, np.ndarray], keys: tuple[str, str], axes, count: int | None, *, by_updates=False):
-    """The statistics as a state of float32 at least. Where nothing counted them, other than 0 and 1 are one update."""
-    if keys[0] not in arrays:
-        return None
-    mean, var = (jnp.array(arrays[key].astype(jnp.promote_types(arrays[key].dtype, jnp.float32))) for key in keys)
-    seen = max(count or 0, int(jnp.any(mean != 0) | jnp.any(var != 1)))
-    weight = seen if by_updates else min(seen, 1)
-    return BatchStats(mean, var, jnp.int32(seen), jnp.full(mean.shape, weight, jnp.float32), axes)

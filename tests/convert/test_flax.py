@@ -10,6 +10,8 @@ import pytest
 from flax import linen, nnx
 
 import normjax as nj
+from normjax import linen as nj_linen
+from normjax import nnx as nj_nnx
 from normjax.convert import from_flax, to_flax
 from tests.convert.common import close
 from tests.quick import quick_jit
@@ -191,6 +193,49 @@ def test_a_zero_centred_scale_becomes_the_scale_that_is_used():
     np.testing.assert_array_equal(scale, 1 + params.scale.astype(jnp.float32))
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_a_scale_of_a_zero_centred_module_is_marked_as_such(zero_centered, x):
+    module = nj_nnx.LayerNorm(SIZE, zero_centered=zero_centered, rngs=nnx.Rngs(0))
+    module.scale[...] += 0.5
+    layer = from_flax(nnx.state(module), names="D", zero_centered=zero_centered)
+    assert layer.params.zero_centered is zero_centered
+    np.testing.assert_array_equal(layer.params.scale, 1.5 - zero_centered)
+    y, _ = nj.layer_norm(x, layer.params, layout="N D", axis_names="D", eps=layer.eps)
+    close(y, module(x), m=SIZE)
+
+
+@pytest.mark.parametrize("running", [nj.Cumulative(), nj.Ema(0.25, debias=True)])
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_what_our_own_modules_count_comes_along(framework, running, rng):
+    batches = np.asarray(rng.normal(2.0, 1.5, (3, 8, SIZE)), np.float32)
+    if framework == "nnx":
+        module = nj_nnx.BatchNorm(SIZE, running=running, rngs=nnx.Rngs(0))
+        for x in batches:
+            module(x)
+        variables = nnx.state(module)
+    else:
+        module = nj_linen.BatchNorm(running=running, use_running_average=False)
+        variables = module.init(jax.random.key(0), batches[0])
+        for x in batches:
+            variables |= module.apply(variables, x, mutable=["batch_stats", "batch_counts"])[1]
+    wanted = nj.BatchStats.init(C=SIZE)
+    for x in batches:
+        wanted = nj.update(wanted, nj.moments(x, layout="N C", axis_names="N"), running=running)
+    state = from_flax(variables).state
+    assert (int(state.count), state.count.dtype, state.weight.dtype) == (3, jnp.int32, jnp.float32)
+    for name in ("mean", "var", "weight"):
+        close(getattr(state, name), getattr(wanted, name), m=24)
+
+
+def test_counts_of_0_beside_statistics_that_have_moved_are_one_update():
+    """Flax's statistics in a module of ours, which does not know how many there were."""
+    arrays = {"mean": np.ones(3), "var": np.ones(3), "count": np.int32(0), "weight": np.zeros(3, "f")}
+    state = from_flax(arrays).state
+    assert int(state.count) == 1
+    np.testing.assert_array_equal(state.weight, 1)
+    assert int(from_flax({**arrays, "mean": np.zeros(3)}).state.count) == 0
+
+
 def test_what_goes_to_flax_is_copied_and_what_is_none_left_out():
     params, state = nj.Affine.init(C=3, bias=False), nj.BatchStats.init(C=3)
     copies = to_flax(params, state)
@@ -208,6 +253,9 @@ TREE = {
 }
 
 
+COUNTED = {"mean": np.ones(3), "var": np.ones(3), "count": np.int32(1), "weight": np.ones(3)}
+
+
 @pytest.mark.parametrize(
     ("node", "options", "words"),
     [
@@ -220,6 +268,14 @@ TREE = {
         ({"scale": np.ones(3, int)}, {}, ["scale must be of a floating-point dtype, not int64"]),
         ({"mean": np.ones(3), "var": np.ones(3, complex)}, {}, ["var must be of a floating-point dtype"]),
         ({"scale": {"deeper": np.ones(3)}}, {}, ["scale is no array: dict of dtype object"]),
+        ({"mean": np.ones(3), "var": np.ones(3), "count": np.int32(1)}, {}, ["missing: weight"]),
+        ({"mean": np.ones(3), "var": np.ones(3), "weight": np.ones(3)}, {}, ["missing: count"]),
+        ({**COUNTED, "count": np.float32(0.5)}, {}, ["count must be one integer"]),
+        ({**COUNTED, "weight": np.ones(())}, {}, ["shapes differ: mean and var (3,), weight ()"]),
+        ({**COUNTED, "weight": -np.ones(3)}, {}, ["weight must be at least 0, not -1"]),
+        ({"scale": np.ones(3), "weight": np.ones(3)}, {}, ["unexpected: weight"]),
+        ({"mean": np.ones(3), "var": np.array([1, -0.5, 1])}, {}, ["var must be at least 0, not -0.5"]),
+        ({"scale": np.array([1, 1e300, 2])}, {}, ["scale: 1e+300 overflows float32; enable jax_enable_x64"]),
         ({"scale": np.ones(3), "mean": np.ones(4), "q": 1}, {}, ["missing: var", "unexpected: q", "shapes differ"]),
     ],
 )
@@ -250,6 +306,7 @@ def test_a_prefix_that_leads_to_no_norm_is_an_error(prefix, words):
         (lambda: from_flax(nnx.BatchNorm(3, rngs=nnx.Rngs(0))), "from_flax: variables must be a mapping"),
         (lambda: from_flax(TREE, prefix="block/norm", momentum=None), "from_flax: momentum must be a number"),
         (lambda: from_flax(TREE, prefix="block/norm", eps="1e-5"), "from_flax: eps must be a number"),
+        (lambda: from_flax(TREE, prefix="block/norm", zero_centered=1), "from_flax: zero_centered must be a Python"),
         (lambda: to_flax({"scale": 1.0}), "to_flax: params must be a normjax.Affine"),
         (lambda: to_flax(None, {"mean": 1.0}), "to_flax: state must be a normjax.BatchStats"),
         (

@@ -258,6 +258,10 @@ def test_another_file_is_an_error_that_says_how_to_read_it():
         (batch(num_batches_tracked=np.array(2**31)), {}, ["num_batches_tracked must be one integer", "2147483648"]),
         (batch(num_batches_tracked=np.array(0.5)), {}, ["num_batches_tracked must be one integer", "0.5"]),
         (batch(num_batches_tracked=np.ones(3, int)), {}, ["num_batches_tracked must be one integer", "[1, 1, 1]"]),
+        (batch(running_var=np.array([1, -2.5, 1])), {}, ["running_var must be at least 0, not -2.5"]),
+        (batch(running_var=np.array([1, -np.inf, 1])), {}, ["running_var must be at least 0, not -inf"]),
+        (batch(running_var=np.array([1, 1e300, 1])), {}, ["running_var: 1e+300 overflows float32; enable jax_enable"]),
+        (batch(weight=np.full(3, -1e39)), {}, ["weight: -1e+39 overflows float32"]),
         (batch(updates=0), {"momentum": None}, ["num_batches_tracked is 0, but", "pass momentum=0 for it"]),
         ({"weight": np.ones(3)}, {}, ["eps must be given", "RMSNorm"]),
         ({}, {"affine": False}, ["eps must be given"]),
@@ -301,7 +305,16 @@ def test_a_prefix_with_nothing_under_it_is_an_error_that_names_what_is_near(pref
 
 
 def test_a_prefix_without_its_dot_is_no_other_layer():
-    assert "unexpected: .weight, .bias, .running_mean" in refusal(MODEL, prefix="layer1.0.bn1")
+    message = refusal(MODEL, prefix="layer1.0.bn1")
+    assert "unexpected: .weight, .bias, .running_mean" in message
+    assert 'the prefix lacks its dot: prefix="layer1.0.bn1." has weight, bias, running_mean, running_var' in message
+    message = refusal({"bn.weight": np.ones(3), "bn.bias": np.ones(3)}, prefix="bn")
+    assert 'the prefix lacks its dot: prefix="bn." has weight, bias' in message
+
+
+def test_what_is_infinite_in_the_checkpoint_or_fits_under_x64_is_no_overflow(x64):
+    arrays = batch(running_var=np.array([1e300, np.inf, np.nan]))
+    np.testing.assert_array_equal(from_torch(arrays).state.var, arrays["running_var"])
 
 
 @pytest.mark.parametrize(
