@@ -113,7 +113,8 @@ def _check_pooled(fn: str, axes: Axes, shape: tuple[int, ...]) -> None:
             raise UnboundAxisError(str(unbound_error(spec, name))) from None
 
 
-def _plain_bool(fn: str, value) -> bool:
+def plain_bool(fn: str, value) -> bool:
+    """use_running_average; a traced one is a TypeError."""
     return static_bool(fn, "use_running_average", value) if isinstance(value, Tracer) else bool(value)
 
 
@@ -142,6 +143,18 @@ def first_statistics(shape, dtype, out) -> BatchStats:
     start = BatchStats.init(dtype=dtype, features=math.prod(shape))
     along = lambda leaf: jnp.reshape(leaf, shape)  # noqa: E731
     return BatchStats(along(start.mean), along(start.var), start.count, along(start.weight))
+
+
+def missing_statistics(collections) -> str:
+    """What a linen module adds to Flax's error where it finds no statistics."""
+    cure = (
+        " A checkpoint of Flax's has no batch_counts; to count its statistics as one update, add "
+        'jax.tree.map(jnp.ones_like, model.init(…)["batch_counts"]).'
+    )
+    return (
+        f"normjax.linen.BatchNorm keeps its statistics in the collections {', '.join(collections)}: pass what init or "
+        f"training returned, and make them mutable in training.{cure if 'batch_counts' in collections else ''}"
+    )
 
 
 def statistics(arrays: dict[str, Any]) -> BatchStats:
@@ -192,7 +205,7 @@ def batch_normalized(
     While a module is initialised, no mapped axis is touched and the statistics stay as they are.
     """
     fn = type(module).__name__
-    frozen = _plain_bool(fn, frozen)
+    frozen = plain_bool(fn, frozen)
     if starting:
         axes, frozen = axes.local(), frozen or not axes.pooled
     if not frozen:

@@ -64,7 +64,8 @@ class BatchNorm(Norm):
       axis: the feature axis, or several in order; `num_features` is the product of their sizes.
       momentum: the share of the old running statistics that is kept.
       epsilon: at least 0, added to the variance.
-      dtype: of y; by default what x, mean, var, scale and bias promote to.
+      dtype: of y; by default what x, mean, var, scale and bias promote to. For complex x in the carry of a scan pass a
+        complex dtype: the mean is complex from the start, and not from the first call on.
       param_dtype: of scale and bias.
       use_bias: whether there is a bias.
       use_scale: whether there is a scale.
@@ -79,7 +80,9 @@ class BatchNorm(Norm):
       scale_metadata: metadata of the scale.
       layout: names of the axes of x; see the text of `normjax.nnx`.
       axis_names: the names that pool.
-      running: an `Ema` or `Cumulative` in the place of `momentum`.
+      running: an `Ema` or `Cumulative` in the place of `momentum`. Where it counts and the statistics were counted by
+        nothing (loaded from Flax), training forgets them unless `count` and `weight` are made 1 (or `weight` what they
+        rest on): `nnx.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, BatchCount)))`.
       zero_centered: stores γ − 1.
       derivative: "vjp", "jvp" or "autodiff".
 
@@ -154,6 +157,12 @@ class BatchNorm(Norm):
                 "or take nnx.view(model, use_running_average=…)."
             )
         module: Any = self
+        frozen = _flax.plain_bool("BatchNorm", frozen)
+        if self.weight is None and not frozen and _flax.needs_counts(module):
+            raise ValueError(
+                f"BatchNorm: running={self.running} needs count and weight, which are made with the norm; pass running "
+                "to the constructor."
+            )
         axes = _flax_axes.batch_axes(module, x.shape)
         variables = {"mean": self.mean, "var": self.var, "count": self.count, "weight": self.weight}
         held = {name: variable.get_value() for name, variable in variables.items() if variable is not None}

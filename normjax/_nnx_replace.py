@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
-from jax.core import Tracer
 
 from normjax._flax_axes import settled
 from normjax._grammar import count_word, parse_names
@@ -19,10 +18,12 @@ from normjax._nnx_swap import (
     FrozenBatchNorm,
     FrozenParam,
     become,
+    count_as_one,
     dotted,
     features,
     find,
     fix_parameters,
+    never_moved,
     ours,
     rebuilt,
 )
@@ -76,8 +77,9 @@ def replace(
       "frozen": batch norms become `FrozenBatchNorm`, which normalises by the running statistics and never moves them,
         whatever `.train()` or a call says.
 
-    Norms that are so already stay as they are, and with a `to` all but batch norms. Inside `nnx.jit`, a model that is
-    its argument cannot be changed: replace before.
+    Running statistics that nothing counted, such as Flax's, and that are not 0 and 1 count as one update where
+    `running` needs counts. Norms that are so already stay as they are, and with a `to` all but batch norms. Inside
+    `nnx.jit`, a model that is its argument cannot be changed: replace before.
 
     Args:
       model: a module, or any list or dict of modules.
@@ -129,6 +131,7 @@ def replace(
         before = _words(norm)
         if new is not None:
             become(norm, new)
+            count_as_one(norm)
         if to == "frozen" and not train_params:
             fix_parameters(norm, fixed)
         if before != (after := _words(norm)):
@@ -225,7 +228,7 @@ def _reasons(norm: Any, to, axis_name, num_groups: int, calls) -> list[str]:
         return _no_group(norm, _divisor(features(norm), num_groups), calls)
     if to == "sync":
         return _no_sync(norm, axis_name)
-    if to == "frozen" and not _is_frozen(norm) and _never_moved(norm):
+    if to == "frozen" and not _is_frozen(norm) and never_moved(norm):
         return ["its running statistics are still 0 and 1: train, or load a checkpoint, before it is frozen."]
     return []
 
@@ -339,16 +342,6 @@ def _no_sync(norm: Any, axis_name) -> list[str]:
     if norm.axis_index_groups is not None and len(parse_names("replace", axis_name, "axis_name")) > 1:
         reasons.append("has axis_index_groups, which are of one mapped axis; set them to None, or name that one alone.")
     return reasons
-
-
-def _never_moved(norm: Any) -> bool:
-    mean, var = (getattr(norm, name).get_value() for name in ("mean", "var"))
-    for value, start in ((mean, 0), (var, 1)):
-        if isinstance(value, (Tracer, jax.ShapeDtypeStruct)) or not getattr(value, "is_fully_addressable", True):
-            return False  # nobody can know
-        if np.any(np.asarray(value) != start):
-            return False
-    return True
 
 
 def _shared(model, norm, norms) -> list[str]:

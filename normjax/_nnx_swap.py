@@ -8,13 +8,17 @@ import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from normjax._nnx_batch import BatchNorm, Norm
 
 _KINDS = ("BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm")
 FLAX = {kind: getattr(nnx, kind) for kind in _KINDS}
-_VARIABLES = ("scale", "bias", "mean", "var", "count", "weight")
+_COUNTS = ("count", "weight")
+_VARIABLES = ("scale", "bias", "mean", "var", *_COUNTS)
 
 
 @nnx.register_variable_name("frozen_params")
@@ -79,7 +83,7 @@ def rebuilt(norm, kind: type, **changes) -> Any:
         settings["group_size"] = None  # Flax keeps both
     new = kind(**settings, rngs=nnx.Rngs(0))
     for name in _VARIABLES:
-        if hasattr(new, name) and hasattr(norm, name):
+        if hasattr(new, name) and hasattr(norm, name) and not (name in _COUNTS and getattr(norm, name) is None):
             _set(new, name, getattr(norm, name))
     return new
 
@@ -97,6 +101,26 @@ def become(norm, new) -> None:
 
 def _set(norm, name: str, value) -> None:
     setattr(norm, name, nnx.data(None) if value is None and name in _VARIABLES else value)
+
+
+def never_moved(norm) -> bool:
+    """Whether mean and variance are still 0 and 1; not where nobody can know."""
+    return _all_are(norm.mean, 0) and _all_are(norm.var, 1)
+
+
+def _all_are(variable, number: int) -> bool:
+    value = variable.get_value()
+    if isinstance(value, (Tracer, jax.ShapeDtypeStruct)) or not getattr(value, "is_fully_addressable", True):
+        return False
+    return bool(np.all(np.asarray(value) == number))
+
+
+def count_as_one(norm) -> None:
+    """Makes moved statistics that nothing counted, such as Flax's, rest on one update where `running` needs counts."""
+    if getattr(norm, "weight", None) is not None and _all_are(norm.weight, 0) and not never_moved(norm):
+        for name in _COUNTS:
+            variable = getattr(norm, name)
+            variable.set_value(jnp.ones_like(variable.get_value()))
 
 
 def fix_parameters(norm, fixed: dict[int, FrozenParam]) -> None:

@@ -32,11 +32,6 @@ from normjax._running import Cumulative, Ema  # noqa: E402
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
-_NO_STATISTICS = (
-    "normjax.linen.BatchNorm keeps its statistics in the collections {}: pass what init or training returned, and make "
-    "them mutable in training."
-)
-
 
 def _scale(module: Any, axes: _flax_axes.Axes):
     init = _flax.centred(module.scale_init) if module.zero_centered else module.scale_init
@@ -47,11 +42,11 @@ def _bias(module: Any, axes: _flax_axes.Axes):
     return module.param("bias", module.bias_init, list(axes.shape), module.param_dtype) if module.use_bias else None
 
 
-def _statistics(module: Any, axes: _flax_axes.Axes, out) -> dict[str, nn.Variable]:
-    """The variables that hold running statistics: mean and var, and what they rest on where that is needed."""
+def _statistics(module: Any, axes: _flax_axes.Axes, out, frozen: bool) -> dict[str, nn.Variable]:
+    """The variables that hold running statistics: mean and var, and what they rest on where that is needed to move."""
     dtype = jnp.float32 if module.force_float32_reductions else module.param_dtype
     names = {"mean": "batch_stats", "var": "batch_stats"}
-    if _flax.needs_counts(module):
+    if _flax.needs_counts(module) and (module.is_initializing() or not frozen):
         names |= {"count": "batch_counts", "weight": "batch_counts"}
     try:
         return {
@@ -61,7 +56,7 @@ def _statistics(module: Any, axes: _flax_axes.Axes, out) -> dict[str, nn.Variabl
             for name, collection in names.items()
         }
     except (errors.ScopeCollectionNotFound, errors.ScopeVariableNotFoundError) as error:
-        error.add_note(_NO_STATISTICS.format(", ".join(dict.fromkeys(names.values()))))
+        error.add_note(_flax.missing_statistics(dict.fromkeys(names.values())))
         raise
 
 
@@ -78,8 +73,9 @@ class BatchNorm(nn.Module):
     """Batch norm: each feature by its mean and variance over all other axes, or by their running averages.
 
     Variables: `scale` and `bias` in params; `mean` and `var` in batch_stats, float32 at least whatever the other
-    dtypes; `count` (int32) and `weight` (float32) in batch_counts, only where `running` needs them. All but `count`
-    run along `axis`. Under initialisation the statistics stay as they are and no mapped axis is touched.
+    dtypes; `count` (int32) and `weight` (float32) in batch_counts, only where `running` needs them, and not for
+    evaluation. All but `count` run along `axis`. Under initialisation the statistics stay as they are and no mapped
+    axis is touched.
 
     Attributes:
       use_running_average: normalises by the running statistics and leaves them alone; here or in the call.
@@ -98,7 +94,8 @@ class BatchNorm(nn.Module):
       force_float32_reductions: accepted; with False new statistics are stored in `param_dtype` if that is wider.
       layout: names of the axes of x; see the module's text.
       axis_names: the names that pool.
-      running: an `Ema` or `Cumulative` in the place of `momentum`.
+      running: an `Ema` or `Cumulative` in the place of `momentum`. To train on from statistics that nothing counted
+        (Flax's), add batch_counts of 1: `jax.tree.map(jnp.ones_like, model.init(…)["batch_counts"])`.
       zero_centered: stores γ − 1.
       derivative: "vjp", "jvp" or "autodiff".
 
@@ -150,10 +147,11 @@ class BatchNorm(nn.Module):
           flax.errors.ScopeCollectionNotFound: there are no batch_stats.
         """
         frozen = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
+        frozen = _flax.plain_bool("BatchNorm", frozen)
         axes = _flax_axes.batch_axes(self, x.shape)
         scale, bias = _scale(self, axes), _bias(self, axes)
         out = _flax.output_dtype(x, scale, bias, self.dtype)
-        held = _statistics(self, axes, out)
+        held = _statistics(self, axes, out, frozen)
         stats = _flax.statistics({name: variable.value for name, variable in held.items()})
         starting = self.is_initializing()
         y, new = _flax.batch_normalized(self, axes, x, scale, bias, stats, mask, out, frozen=frozen, starting=starting)

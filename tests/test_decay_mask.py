@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 import normjax as nj
 from tests.trees import same
@@ -89,3 +90,43 @@ def test_weight_decay_leaves_the_norms_of_nnx_alone():
         "rms.scale": False,
     }
     assert jax.tree.leaves(mask["ours"]) == [False, False]
+
+
+SPARED = {"bn": {"scale": False, "bias": False}, "rms": {"scale": False}, "shift": {"bias": False}}
+NESTED = SPARED | {"dense": {"kernel": True, "bias": True}, "block": {"ln": {"scale": False}, "out": {"bias": False}}}
+
+
+@pytest.mark.case(86)
+@pytest.mark.parametrize("sep", [None, "/", "."])
+@pytest.mark.parametrize("below", [(), ("params",)])
+def test_a_flattened_tree_is_masked_as_the_nested_one(sep, below):
+    wanted = NESTED
+    for name in below:
+        wanted = {name: wanted}
+    flat = flatten_dict(wanted, sep=sep)
+    assert nj.decay_mask(dict.fromkeys(flat, 1.0)) == flat
+    assert nj.decay_mask(jax.tree.map(lambda _: 1.0, wanted)) == wanted
+    assert nj.decay_mask({"head": dict.fromkeys(flat, 1.0)}) == {"head": flat}
+
+
+def test_parameters_masked_away_are_there_all_the_same():
+    gone = optax.MaskedNode()
+    assert nj.decay_mask({"dense": {"kernel": gone, "bias": 1.0}}) == {"dense": {"kernel": gone, "bias": True}}
+    assert nj.decay_mask({"norm": {"scale": gone, "bias": 1.0}}) == {"norm": {"scale": gone, "bias": False}}
+    decaying = optax.adamw(0.1, weight_decay=0.5, mask=nj.decay_mask)
+    labels = {"dense": {"kernel": "fixed", "bias": "free"}, "norm": {"scale": "fixed", "bias": "free"}}
+    optimiser = optax.multi_transform({"free": decaying, "fixed": optax.set_to_zero()}, labels)
+    params = jax.tree.map(lambda _: jnp.ones(2), labels)
+    updates, _ = optimiser.update(jax.tree.map(jnp.zeros_like, params), optimiser.init(params), params)
+    assert np.all(updates["dense"]["bias"] < 0)
+    np.testing.assert_array_equal(updates["norm"]["bias"], 0)
+
+
+def test_a_bias_alone_beside_submodules_is_that_of_no_norm():
+    dense = {"kernel": True, "bias": True}
+    tree = {"head": {"bias": True, "dense": dense}, "block": {"scale": False, "bias": False, "dense": dense}}
+    assert nj.decay_mask(jax.tree.map(lambda _: 1.0, tree)) == tree
+    flat = flatten_dict(tree, sep="/")
+    assert nj.decay_mask(dict.fromkeys(flat, 1.0)) == flat
+    gone = {"head": {"bias": 1.0, "dense": {"kernel": optax.MaskedNode()}}}
+    assert nj.decay_mask(gone)["head"]["bias"] is True

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec as P
 
+import normjax as nj
 from normjax import nnx
 from normjax.nnx import replace
 from tests.closeness import close
@@ -244,6 +245,34 @@ def test_synchronised_over_more_axes_than_before_and_twice_the_same():
     assert replace(norm, "sync", axis_name=["data", "model"])[0].after.endswith("axis_name=('data', 'model'))")
     with pytest.raises(ValueError, match=r"already; name that in axis_name, too"):
         replace(norm, "sync", axis_name="model")
+
+
+# --- averages that count
+
+
+@pytest.mark.parametrize(("to", "mean", "weight"), [("sync", 5.0, 1), ("sync", 0.0, 0), ("frozen", 5.0, 1)])
+def test_statistics_that_nothing_counted_count_as_one_update_where_they_have_moved(to, mean, weight):
+    """As in `from_flax`: a debiased average would forget them at its next update."""
+    theirs = flax_nnx.BatchNorm(2, rngs=flax_nnx.Rngs(0))
+    theirs.mean.set_value(jnp.full(2, mean))
+    loaded = nnx.BatchNorm(2, running=nj.Ema(0.25, debias=True), rngs=flax_nnx.Rngs(0))
+    flax_nnx.update(loaded, flax_nnx.state(theirs))
+    later = flax_nnx.clone(theirs)
+    later.running = nj.Cumulative("updates")
+    for norm in (loaded, later):
+        held = norm.mean
+        replace(norm, to, **({"axis_name": "data"} if to == "sync" else {}))
+        assert norm.mean is held
+        assert (int(norm.count[...]), norm.count[...].dtype, norm.weight[...].dtype) == (weight, jnp.int32, jnp.float32)
+        np.testing.assert_array_equal(norm.weight[...], [weight] * 2)
+
+
+def test_counts_that_are_there_stay():
+    norm = nnx.BatchNorm(2, running=nj.Cumulative(), rngs=flax_nnx.Rngs(0))
+    norm(jnp.array([[1.0, 2.0], [3.0, 5.0], [4.0, 4.0]]))
+    replace(norm, "sync", axis_name="data")
+    assert int(norm.count[...]) == 1
+    np.testing.assert_array_equal(norm.weight[...], [3, 3])
 
 
 # --- frozen

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import errors
+from flax import linen as flax_linen
 from flax import nnx as flax_nnx
 
 import normjax as nj
@@ -92,6 +94,35 @@ def test_a_cumulative_average_weighs_batches_by_their_entries(framework):
         held(jnp.array(batch)[:, None])
     np.testing.assert_allclose(held.stats[0], 3.75, rtol=1e-6)
     np.testing.assert_allclose(held.stats[1], 0.0, atol=1e-6)  # of the entries about their own batch's mean
+
+
+COUNTING = [nj.Cumulative(), nj.Cumulative("updates"), nj.Ema(0.25, debias=True)]
+
+
+@pytest.mark.parametrize("running", COUNTING)
+def test_linen_evaluates_statistics_that_nothing_counted(running):
+    """A checkpoint of Flax's has no batch_counts, and evaluation needs none."""
+    x, flax_s = jnp.arange(6.0).reshape(3, 2), flax_linen.BatchNorm()
+    variables = flax_s.init(jax.random.key(0), x, use_running_average=True)
+    variables["batch_stats"]["mean"] += 1.0
+    norm = linen.BatchNorm(running=running)
+    wanted = flax_s.apply(variables, x, use_running_average=True)
+    np.testing.assert_allclose(norm.apply(variables, x, use_running_average=True), wanted, rtol=1e-6)
+    y, new = norm.apply(variables, x, use_running_average=True, mutable=["batch_stats", "batch_counts"])
+    np.testing.assert_allclose(y, wanted, rtol=1e-6)
+    assert "batch_counts" not in new
+    assert "batch_counts" in norm.init(jax.random.key(0), x, use_running_average=True)
+    with pytest.raises(errors.ScopeCollectionNotFound) as raised:
+        norm.apply(variables, x, use_running_average=False, mutable=["batch_stats"])
+    assert 'jax.tree.map(jnp.ones_like, model.init(…)["batch_counts"])' in " ".join(raised.value.__notes__)
+
+
+def test_an_average_given_after_the_norm_was_made_has_no_counts_and_says_so():
+    norm = nnx.BatchNorm(2, rngs=flax_nnx.Rngs(0))
+    norm.running = nj.Cumulative()
+    with pytest.raises(ValueError, match=r"BatchNorm: running=.* needs count and weight, which are made with the norm"):
+        norm(jnp.ones((3, 2)))
+    norm(jnp.ones((3, 2)), use_running_average=True)
 
 
 @pytest.mark.case(86)
