@@ -3,6 +3,8 @@
 MEASURED gives the numbers of linen's module, where the row is about it, and of nnx's; REFUSED the calls of each.
 """
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,10 +105,31 @@ def calls(kind, x, mask=None, **settings):
     return [lambda library, call=call: call(library, kind, x, mask, **settings) for call in (linen_call, nnx_call)]
 
 
+def evaluated(x, mask):
+    """Batch norm in evaluation, in each."""
+    made = {"mask": mask, "use_running_average": True}
+    return [
+        lambda library: LINEN[library].BatchNorm().init_with_output(jax.random.key(0), x, **made)[0],
+        lambda library: NNX[library].BatchNorm(x.shape[-1], rngs=flax_nnx.Rngs(0))(x, **made),
+    ]
+
+
+def complex_cast(call):
+    """The call without NumPy's warning that a cast drops imaginary parts."""
+
+    def quiet(library):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", np.exceptions.ComplexWarning)
+            return call(library)
+
+    return quiet
+
+
 def mapped(x, **settings):
     """Batch norm under vmap over the first axis, in each."""
+    name = settings.get("axis_name", "data")
     return [
-        lambda library, call=call: jax.vmap(lambda x: call(library, "BatchNorm", x, **settings), axis_name="data")(x)
+        lambda library, call=call: jax.vmap(lambda x: call(library, "BatchNorm", x, **settings), axis_name=name)(x)
         for call in (linen_call, nnx_call)
     ]
 
@@ -120,7 +143,14 @@ REFUSED = {
     "(3, 1)": [
         calls("LayerNorm", IMAGES, feature_axes=(3, 1))[0],
         calls("LayerNorm", IMAGES, features=8, feature_axes=(3, 1))[1],
+        *calls("LayerNorm", IMAGES, reduction_axes=(3, 1)),
     ],
     "a batch of one": mapped(jnp.arange(6.0).reshape(2, 3)),
+    "(N, C)": [*calls("InstanceNorm", IMAGES[0, 0]), *calls("LayerNorm", IMAGES, reduction_axes=())],
     "a mask of the integers": calls("LayerNorm", IMAGES, jnp.array([1, 0, 1, 1]))[1:],
+    "a mask of floats": calls("LayerNorm", IMAGES, jnp.array([1.0, 0.0, 1.0, 1.0]))[:1],
+    "in evaluation, with a mask": evaluated(IMAGES, jnp.ones(3, bool)),
+    "of complex x": [complex_cast(calls("LayerNorm", IMAGES + 1j, dtype=jnp.float32)[1])],
+    "momentum=1.5": [*calls("BatchNorm", IMAGES, momentum=1.5), *calls("LayerNorm", IMAGES, epsilon=-1e-6)],
+    "data-0": [call for name in ("data-0", "0", "my.data") for call in mapped(IMAGES, axis_name=name)],
 }

@@ -104,6 +104,46 @@ def test_the_norm_taken_out_of_the_checkpoint_is_the_model_s_and_goes_back(page)
     near(back["params"]["BatchNorm_0"], names["variables"]["params"]["BatchNorm_0"])
 
 
+def test_flax_s_statistics_counted_as_one_update_are_kept_by_the_next(page):
+    names, _ = page
+    batch = nj.moments(names["h"], layout="N C", axis_names="N")
+    net, counting = names["net"], flax_nnx.clone(names["counting"])
+    assert int(counting.count[...]) == 1
+    counting(names["h"])
+    _, new = names["module"].apply(
+        names["counted"], names["h"], use_running_average=False, mutable=["batch_stats", "batch_counts"]
+    )
+    for name, now in (("mean", batch.mean), ("var", batch.var)):
+        near(getattr(counting, name)[...], 0.9 * getattr(net.norm, name)[...] + 0.1 * now)
+        near(new["batch_stats"][name], 0.9 * names["variables"]["batch_stats"]["BatchNorm_0"][name] + 0.1 * now)
+    assert set(new["batch_counts"]) == {"count", "weight"}
+    forgetful = nnx.BatchNorm(16, running=names["average"], rngs=flax_nnx.Rngs(0))
+    flax_nnx.update(forgetful, flax_nnx.state(net.norm))
+    forgetful(names["h"])
+    near(forgetful.mean[...], batch.mean)
+
+
+def test_a_scale_of_flax_s_less_1_is_that_of_the_zero_centred_module(page):
+    names, _ = page
+    near(
+        names["centred"](names["h"], use_running_average=True), names["net"].norm(names["h"], use_running_average=True)
+    )
+
+
+@pytest.mark.parametrize(("dtype", "first"), [(None, jnp.float32), (jnp.complex64, jnp.complex64)])
+def test_a_complex_dtype_makes_a_stable_carry_of_a_norm_of_complex_x(dtype, first):
+    norm, x = nnx.BatchNorm(3, dtype=dtype, rngs=flax_nnx.Rngs(0)), jnp.arange(12.0).reshape(2, 2, 3) + 1j
+    assert norm.mean[...].dtype == first
+    scan = flax_nnx.scan(lambda norm, x: (norm, norm(x)), in_axes=(flax_nnx.Carry, 0), out_axes=(flax_nnx.Carry, 0))
+    if dtype is None:
+        with pytest.raises(TypeError, match="carry"):
+            scan(norm, x)
+        norm(x[0])
+        assert norm.mean[...].dtype == jnp.complex64
+    norm, _ = scan(norm, x)
+    assert (norm.mean[...].dtype, norm.var[...].dtype) == (jnp.complex64, jnp.float32)
+
+
 # --- replace, weight decay, words
 
 
@@ -111,6 +151,18 @@ def test_the_frozen_copy_evaluates_and_its_norm_has_nothing_to_train(page):
     names, _ = page
     near(names["y_frozen"], names["net"](names["x"]))
     assert set(flax_nnx.state(names["frozen"], flax_nnx.Param)) == {"dense", "head"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "right"), [((1, 2, 3), True), ((0, 2, 3), True), ((2, 3), False), ((1, 2, -1), False)]
+)
+def test_a_group_norm_is_replaced_with_the_axes_that_the_page_says(axes, right):
+    norm = flax_nnx.GroupNorm(4, 2, reduction_axes=axes, rngs=flax_nnx.Rngs(0))
+    if right:
+        assert len(nnx.replace(norm)) == 1
+    else:
+        with pytest.raises(ValueError, match="reduction_axes"):
+            nnx.replace(norm)
 
 
 def test_the_table_of_replace_has_every_value():
@@ -223,10 +275,11 @@ def test_what_one_of_both_refuses_the_other_takes(row):
             assert said.strip("`") in {kind.__name__ for kind in type(error.value).__mro__}
 
 
-@pytest.mark.parametrize("module", [0, 1])
-def test_flax_s_batches_of_one_give_the_bias(module):
-    y = quick_jit(lambda: REFUSED["a batch of one"][module]("flax"))()
-    np.testing.assert_array_equal(y, np.zeros((2, 3)))
+@pytest.mark.parametrize(
+    ("row", "module"), [("a batch of one", 0), ("a batch of one", 1)] + [("(N, C)", i) for i in range(4)]
+)
+def test_flax_s_groups_of_one_entry_give_the_bias(row, module):
+    np.testing.assert_array_equal(quick_jit(lambda: REFUSED[row][module]("flax"))(), 0)
 
 
 # --- the tables of names
