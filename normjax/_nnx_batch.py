@@ -160,8 +160,8 @@ class BatchNorm(Norm):
         frozen = _flax.plain_bool("BatchNorm", frozen)
         if self.weight is None and not frozen and _flax.needs_counts(module):
             raise ValueError(
-                f"BatchNorm: running={module.running} needs count and weight, which are made with the norm; pass running "
-                "to the constructor."
+                f"BatchNorm: running={module.running} needs count and weight, which are made with the norm; pass "
+                "running to the constructor."
             )
         axes = _flax_axes.batch_axes(module, x.shape)
         variables = {"mean": self.mean, "var": self.var, "count": self.count, "weight": self.weight}
