@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_argument("action", nargs="?", choices=["run", "list", "render"], default="run")
-    options.add_argument("--quick", action="store_true", help="the main rows, two processes, five rounds")
+    options.add_argument("--quick", action="store_true", help="the main rows, one process, five rounds")
     options.add_argument(
         "--only", metavar="REGEX", type=expression, help="rows whose name, as `list` prints it, the expression is in"
     )
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
         type=known,
         help=f"comma-separated contestants, instead of all: {', '.join(contestants.NAMES[1:])}",
     )
-    options.add_argument("--processes", type=positive, metavar="N", help="how many processes (5; quick: 2)")
+    options.add_argument("--processes", type=positive, metavar="N", help="how many processes (5; quick: 1)")
     options.add_argument("--rounds", type=positive, metavar="N", help="rounds in each process (11; quick: 5)")
     options.add_argument("--memory", choices=MEMORY, help="how results are allocated, see below")
     options.add_argument(
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None, launch: Callable[[dict[str, Any
             cases,
             out / "times.jsonl",
             names=chosen(options.against),
-            processes=options.processes or (2 if options.quick else 5),
+            processes=options.processes or (1 if options.quick else 5),
             rounds=options.rounds or (5 if options.quick else 11),
             memory=options.memory or "warm",
             imports=not (options.only or options.family),
