@@ -203,10 +203,11 @@ def _refuse_single_examples(spec: Spec) -> None:
     except NameError:
         return
     raise ValueError(
-        f"{spec.fn}: per_example_grads takes each example's gradient alone, so that by its batch statistics every "
-        "example would be a batch of one. Use the running statistics (train=False); statistics of reference examples "
-        "(normalize(x, params, moments=...)); normjax.per_example.coupled_grads, which differentiates each loss in the "
-        "whole batch; or a norm that does not pool examples: layer, group, instance or RMS norm."
+        f"{spec.fn}: per_example_grads and clipped_grad take each example alone, so that by its batch statistics every "
+        "example would be a batch of one. Use the running statistics (train=False; in the modules "
+        "use_running_average=True); statistics of reference examples (y, _ = normalize(x, params, moments=...)); "
+        "normjax.per_example.coupled_grads, which differentiates each loss in the whole batch (and is not private); or "
+        "a norm that does not pool examples: layer, group, instance or RMS norm."
     )
 
 

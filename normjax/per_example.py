@@ -2,8 +2,9 @@
 
 The gradient of one example's loss is taken alone (vmap of grad), as differential privacy, influence functions and the
 gradient noise scale need it, while no layer lets examples meet. Batch norm in training does: under vmap each example
-would be a batch of one, y = β for every input, and all gradients before it 0. Here that is refused; with coupled
-examples the gradient of example i's loss is row i of the Jacobian of all losses, each computed in the whole batch.
+would be a batch of one (without positions y = β for every input, and all gradients before it 0). Here that is refused;
+with coupled examples the gradient of example i's loss is row i of the Jacobian of all losses, each computed in the
+whole batch.
 """
 
 import operator
@@ -263,7 +264,7 @@ def plot_coupling(coupling, *, ax=None, title: str = "", limits: tuple[float, fl
       ModuleNotFoundError: matplotlib is missing.
     """
     require("per_example.plot_coupling", "lab", "matplotlib")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     strength = np.asarray(coupling)
     logs = np.where(strength > 0, np.log10(np.where(strength > 0, strength, 1)), np.nan)
@@ -274,6 +275,8 @@ def plot_coupling(coupling, *, ax=None, title: str = "", limits: tuple[float, fl
     if alone:
         ax.figure.colorbar(image, ax=ax, label="log₁₀ size of ∂ output i / ∂ input j")
     ax.set(title=title, xlabel="input j", ylabel="output i")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(ticker.MaxNLocator(integer=True))
     return ax
 
 

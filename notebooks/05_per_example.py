@@ -21,8 +21,9 @@
 # **Question.** Which norms let examples meet, and what is then the gradient of one example?
 #
 # **Prediction.** A norm couples the examples that share a mean: batch norm in training all of them, ghost batches the
-# members of each, layer, group and instance norm none. Alone under `vmap`, an example in batch norm is a batch of one:
-# $\hat x = 0$, and every weight before it gets the gradient 0.
+# members of each, layer, group and instance norm none. Alone under `vmap`, an example in batch norm is a batch of one.
+# Without positions $\hat x = 0$, and every weight before it gets the gradient 0; an image has positions, so it gets
+# the gradients of instance norm.
 
 # %%
 import functools
@@ -150,9 +151,8 @@ blind = float(max(jnp.abs(kernel).max() for kernel, _ in alone["convolutions"]))
 print(f"largest gradient of a kernel, bare vmap(grad) through batch norm on single images: {blind:.2g}")
 
 # %% [markdown]
-# On images a batch of one still has 64 positions to pool, so `vmap(grad)` gives numbers, not zeros: those of instance
-# norm, another network. In a layer without positions they are 0. Neither is the gradient of the network that was
-# trained; `per_example_grads` refuses:
+# As predicted, no zeros: on an image a batch of one still has 64 positions to pool. They are the gradients of instance
+# norm, another network than the one that was trained. `per_example_grads` refuses:
 
 # %%
 try:
@@ -179,7 +179,7 @@ for family in params:
 #
 # **Prediction.** With group norm, $\operatorname{tr}\Sigma$ from the rows of one batch and $B$ times the variance of
 # the mean gradient over many batches are two estimates of one number. With batch norm they are not: the rows of a batch
-# share its statistics, so their spread within it misses what all of them have in common: the ratio is below 1.
+# share its statistics; if that makes them alike, their spread within the batch falls short, and the ratio is below 1.
 #
 # **Experiment, three.** 600 batches of 8, both estimates, for both networks; and for each eighth of the batches.
 
@@ -224,9 +224,11 @@ plt.show()
 # **Picture.** Left, the sizes of 64 gradients. Right, the ratio of the two estimates: a line for all batches, a dot for
 # each eighth of them.
 #
-# **Meaning.** Group norm's examples are independent, and either estimate serves. With batch norm the gradient of one
-# example exists only within its batch, its rows are no independent samples, and their spread falls short by some 15 %:
-# there the noise scale must be taken from whole batches.
+# **Meaning.** Group norm's examples are independent, and either estimate serves, the ratio being 1 within the scatter
+# of the dots. With batch norm the gradient of one example exists only within its batch, its rows are no independent
+# samples, and in batches of 8 their spread falls short by some 15 %: there the noise scale must be measured from whole
+# batches, of the size that is used. (The two networks stand at different points of their training: their noise scales
+# do not compare.)
 
 # %%
 FULL, NONE = np.ones((8, 8), bool), np.eye(8, dtype=bool)
