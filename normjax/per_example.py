@@ -132,7 +132,8 @@ def coupled_grads(losses_fn: Callable[..., Any], params, batch):
     Args:
       losses_fn: losses_fn(params, batch) → real array (N,), one loss for each example.
       params: pytree of float arrays.
-      batch: anything that losses_fn takes.
+      batch: pytree of arrays that losses_fn takes. Under pmap and shard_map the device's own examples: losses that
+        synchronise across devices have no rows here.
 
     Returns:
       A pytree like params, each leaf of shape (N, *its own) and of its own dtype.
@@ -148,6 +149,7 @@ def coupled_grads(losses_fn: Callable[..., Any], params, batch):
       >>> print(rows.shape, jnp.allclose(rows.sum(), whole))
       (3,) True
     """
+    params, batch = vary_alike((params, batch))
 
     def checked(params):
         losses = losses_fn(params, batch)
@@ -166,7 +168,7 @@ def example_coupling(fn: Callable[[Any], Any], x, *, example_axis: int = 0) -> j
     """Returns how strongly each example of fn(x) depends on each example of x: (N, N), row i for output i.
 
     Entry (i, j) estimates the Frobenius norm of ∂fn(x)ᵢ/∂xⱼ from `PROBES` products of random vectors with the Jacobian;
-    it is 0 exactly where the derivative is. Costs `PROBES` · N backward passes.
+    it is 0 where the derivative is (or so small that its square is). Costs `PROBES` · N backward passes.
 
     Args:
       fn: takes an array like x; its result has the examples along the same axis.
@@ -196,6 +198,8 @@ def example_coupling(fn: Callable[[Any], Any], x, *, example_axis: int = 0) -> j
     y = jax.eval_shape(fn, x)
     if not isinstance(y, jax.ShapeDtypeStruct):
         raise TypeError(f"{name}: fn must return one array; got {kind_of(y)}. Write lambda x: fn(x)[0], say.")
+    if not jnp.issubdtype(y.dtype, jnp.inexact):
+        raise TypeError(f"{name}: fn(x) must be of a float dtype, to differentiate; got {y.dtype}.")
     for what, shape in (("x", x.shape), ("fn(x)", y.shape)):
         if not -len(shape) <= example_axis < len(shape):
             raise ValueError(f"{name}: {what} has shape {shape}, which has no axis example_axis={example_axis}.")
@@ -207,7 +211,8 @@ def example_coupling(fn: Callable[[Any], Any], x, *, example_axis: int = 0) -> j
 
     def coupling(x):
         _, pullback = jax.vjp(fn, x)
-        probes = jnp.asarray(np.random.default_rng(0).normal(size=(PROBES, *y.shape)), y.dtype)
+        real, imaginary = np.random.default_rng(0).normal(size=(2, PROBES, *y.shape))
+        probes = jnp.asarray(real + 1j * imaginary if jnp.iscomplexobj(y) else real, y.dtype)
 
         def row(own):
             def strength(probe):
@@ -356,9 +361,10 @@ def _shortening(gradients, l2_norm):
         return jnp.ones(())
     rows = [jnp.reshape(leaf, (len(leaf), -1)) for leaf in leaves]
     largest = jnp.max(jnp.stack([jnp.max(row, 1, initial=0) for row in rows]), 0)
-    unit = jnp.where(largest == 0, 1, largest)
-    norm = unit * jnp.sqrt(sum(jnp.sum(jnp.square(row / unit[:, None]), 1) for row in rows))
-    return jnp.where(norm > l2_norm, l2_norm / norm, jnp.where(jnp.isnan(norm), norm, 1))
+    # The reciprocal of a number near the greatest would be flushed to 0.
+    unit = jnp.where(largest == 0, 1, jnp.minimum(largest, float(jnp.finfo(largest.dtype).max) ** 0.75))
+    norm, most = jnp.sqrt(sum(jnp.sum(jnp.square(row / unit[:, None]), 1) for row in rows)), l2_norm / unit
+    return jnp.where(norm <= most, 1, most / norm)  # NaN where either is
 
 
 def _weighted(share, leaf, dtype):

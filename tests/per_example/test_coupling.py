@@ -89,7 +89,20 @@ def test_a_mask_uncouples_the_examples_it_excludes(rng):
     assert np.all(np.delete(coupling, 2, 1) > 0)
 
 
+def test_a_complex_output_couples_by_its_imaginary_part(rng):
+    x = jnp.asarray(rng.normal(size=(4, 2)), jnp.float32)
+    coupling = np.asarray(per_example.example_coupling(lambda x: jax.lax.complex(x, jnp.roll(x, 1, 0)), x))
+    np.testing.assert_array_equal(coupling > 0, np.eye(4) + np.roll(np.eye(4), 1, 0) > 0)
+
+
 BAD = [
+    (
+        lambda x: jnp.argsort(x, 0),
+        jnp.ones(3),
+        0,
+        TypeError,
+        "fn(x) must be of a float dtype, to differentiate; got int32",
+    ),
     (lambda x: x, jnp.arange(3), 0, TypeError, "x must be of a float dtype, to differentiate by; got int32"),
     (lambda x: (x, x), jnp.ones(3), 0, TypeError, "fn must return one array; got tuple"),
     (lambda x: x.sum(), jnp.ones(3), 0, ValueError, "fn(x) has shape (), which has no axis example_axis=0"),

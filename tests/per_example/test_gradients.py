@@ -20,6 +20,7 @@ from normjax.nnx import LayerNorm as NnxLayerNorm
 from tests.quick import quick_jit
 
 EXAMPLES, POSITIONS, CHANNELS = 7, 5, 4
+X3 = jnp.array([0.25, 0.25, 3.0])
 AFFINE = {"layout": "S C", "axis_names": "C"}
 FROZEN = nj.BatchStats(jnp.full(CHANNELS, 0.3), jnp.full(CHANNELS, 2.0), jnp.int32(1), jnp.ones(CHANNELS), "C")
 REFERENCE = nj.Moments(jnp.full(CHANNELS, 0.3), jnp.full(CHANNELS, 2.0), jnp.full(CHANNELS, 9.0), ("C",))
@@ -161,9 +162,17 @@ def test_clipped_gradients_add_up_to_those_of_the_materialised_rows(l2_norm, chu
     close(got, jax.tree.map(lambda leaf: np.tensordot(share, leaf, 1), rows))
 
 
-def test_gradients_too_large_to_square_and_gradients_of_zero_are_clipped_right():
-    got = per_example.clipped_grad(lambda w, x: w @ x, jnp.zeros(2), jnp.array([[3e25, 4e25], [0, 0]]), l2_norm=5.0)
-    np.testing.assert_allclose(got, [3.0, 4.0], rtol=1e-6)
+@pytest.mark.parametrize("size", [1e-30, 1e25, 4e37])
+def test_gradients_too_large_to_square_and_gradients_of_zero_are_clipped_right(size):
+    rows = jnp.array([[3 * size, 4 * size], [0, 0]], jnp.float32)
+    got = per_example.clipped_grad(lambda w, x: w @ x, jnp.zeros(2), rows, l2_norm=5.0)
+    np.testing.assert_allclose(got, np.array([3.0, 4.0]) * min(1, size), rtol=1e-6)
+
+
+def test_a_traced_bound_that_is_no_number_makes_the_sum_nan():
+    clipped = jax.jit(lambda most: per_example.clipped_grad(lambda w, x: w * x, jnp.float32(1), X3, l2_norm=most))
+    assert np.isnan(clipped(np.nan))
+    np.testing.assert_allclose(clipped(0.5), 1.0)
 
 
 def test_a_nan_in_one_example_makes_the_clipped_sum_nan():
