@@ -10,7 +10,7 @@ import jax
 
 
 def _known(options: dict) -> bool:
-    """Whether XLA has these options: they come and go with its versions."""
+    """Whether XLA has these options, which come and go with its versions."""
     try:
         jax.jit(lambda: 0, compiler_options=options)()
     except jax.errors.JaxRuntimeError:
@@ -18,16 +18,20 @@ def _known(options: dict) -> bool:
     return True
 
 
-_LEVEL = {"xla_backend_optimization_level": 0}
-# Before jax 0.12 there is an older way to emit code, which takes half as long.
-_OLDER = {**_LEVEL, "xla_cpu_use_fusion_emitters": False}
+_WANTED = {
+    "xla_backend_optimization_level": 0,
+    # One part to generate code for, not one for each core.
+    "xla_cpu_parallel_codegen_split_count": 1,
+    # Before jax 0.12 there is an older way to emit code, which takes half as long.
+    "xla_cpu_use_fusion_emitters": False,
+}
 
 
 @functools.cache
 def _options() -> dict:
-    return _OLDER if _known(_OLDER) else _LEVEL
+    return {name: value for name, value in _WANTED.items() if _known({name: value})}
 
 
-def quick_jit(function):
-    """The function compiled with as little effort as XLA allows."""
-    return jax.jit(function, compiler_options=_options())
+def quick_jit(function, **options):
+    """The function compiled with as little effort as XLA allows; the options are those of `jax.jit`."""
+    return jax.jit(function, compiler_options=_options(), **options)

@@ -1,4 +1,7 @@
-"""Second and third derivatives, forward mode and Hessians against autodiff of the plain formula, in float64."""
+"""Second and third derivatives, forward mode and Hessians under masks, against the plain formula's, in float64.
+
+Without a mask they are rows of tests/test_every_transform.py.
+"""
 
 import functools
 
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.contract import problems
-from tests.derivatives import FAMILIES, dear, first, float64_inputs, library, near
+from tests.derivatives import FAMILIES, first, float64_inputs, library, near
 from tests.quick import quick_jit
 
 
@@ -17,15 +20,17 @@ def curved(norm, g, counted):
     return lambda *primals: jnp.sum(jnp.where(counted, g * jnp.sin(norm(*primals)), 0))
 
 
-@dear(lambda family, mask: mask != "none" or family == "batch", family=FAMILIES, mask=["none", "NaN left out"])
-def test_second_derivatives_equal_autodiff_of_the_plain_formula(family, mask, rng, x64):
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@every_family
+def test_second_derivatives_equal_autodiff_of_the_plain_formula(family, rng, x64):
     given = problems.problem(family, "channels last")
-    values = float64_inputs(given, mask)
+    values = float64_inputs(given, "NaN left out")
     full = problems.full_mask(given, values)
     counted = full | np.isfinite(values.xs[0])
     primals = first(values)
     weights = [rng.normal(size=np.shape(primal)) for primal in primals]
-    where = None if mask == "none" else full
 
     def second(norm):
         loss = curved(norm, values.g, counted)
@@ -34,7 +39,7 @@ def test_second_derivatives_equal_autodiff_of_the_plain_formula(family, mask, rn
     @quick_jit
     def program(*primals):
         plain = second(lambda *p: problems.plain(given, *p, values.mean, values.var, full))(*primals)
-        return plain, [second(library(given, values, derivative, where))(*primals) for derivative in ("vjp", "jvp")]
+        return plain, [second(library(given, values, derivative, full))(*primals) for derivative in ("vjp", "jvp")]
 
     expected, found = program(*primals)
     for slopes in found:
@@ -43,12 +48,11 @@ def test_second_derivatives_equal_autodiff_of_the_plain_formula(family, mask, rn
 
 
 @functools.cache
-def _third(family, mask):
+def _third():
     """A program of x and two weights: the third derivatives by the plain formula and by the analytic rules."""
-    given = problems.problem(family, "no parameters")
-    values = float64_inputs(given, mask)
+    given = problems.problem("layer", "no parameters")
+    values = float64_inputs(given, "full")
     full = problems.full_mask(given, values)
-    where = None if mask == "none" else full
 
     def third(norm, weights):
         loss = curved(lambda x: norm(x, None, None), values.g, True)
@@ -57,7 +61,7 @@ def _third(family, mask):
         return jax.grad(loss)
 
     def program(x, weights):
-        norms = {name: library(given, values, name, where) for name in ("vjp", "jvp")}
+        norms = {name: library(given, values, name, full) for name in ("vjp", "jvp")}
         norms["plain"] = lambda *p: problems.plain(given, *p, values.mean, values.var, full)
         return {name: third(norm, weights)(x) for name, norm in norms.items()}
 
@@ -65,22 +69,21 @@ def _third(family, mask):
 
 
 @pytest.mark.parametrize("derivative", ["vjp", "jvp"])
-@pytest.mark.parametrize(("family", "mask"), [("batch", "none"), ("layer", "full"), ("rms", "none")])
-def test_third_derivatives_equal_autodiff_of_the_plain_formula(family, mask, derivative, rng, x64):
-    x, program = _third(family, mask)
+def test_third_derivatives_equal_autodiff_of_the_plain_formula(derivative, rng, x64):
+    x, program = _third()
     found = program(x, rng.normal(size=(2, *x.shape)))
     near(found[derivative], found["plain"])
 
 
-@dear(lambda family, mask: mask != "none" or family == "batch", family=FAMILIES, mask=["none", "NaN left out"])
-def test_with_jvp_the_forward_mode_is_that_of_the_plain_formula(family, mask, rng, x64):
+@every_family
+def test_with_jvp_the_forward_mode_is_that_of_the_plain_formula(family, rng, x64):
     given = problems.problem(family, "channels last")
-    values = float64_inputs(given, mask)
+    values = float64_inputs(given, "NaN left out")
     full = problems.full_mask(given, values)
     primals = first(values)
     tangents = tuple(rng.normal(size=np.shape(primal)) for primal in primals)
     lost = ~full & ~np.isfinite(primals[0])
-    norm = library(given, values, "jvp", None if mask == "none" else full)
+    norm = library(given, values, "jvp", full)
 
     @quick_jit
     def program(primals, tangents):

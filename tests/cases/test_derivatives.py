@@ -1,4 +1,7 @@
-"""Cases of derivatives: forward mode, second and third order, traced numbers, gradient checks that can fail."""
+"""Cases of derivatives: forward mode, second and third order, traced numbers, gradient checks that can fail.
+
+tests/test_every_transform.py has forward mode, Hessians and third derivatives in general.
+"""
 
 import dataclasses
 import functools
@@ -55,56 +58,7 @@ def to_float64(actual, expected, k=1e4):
     close(actual, expected, eps=EPS64, k=k)
 
 
-# --- 57: forward mode and second order
-
-
-@functools.cache
-def forward_mode(small):
-    """One program: outputs, tangents and Jacobians in forward mode, and those of the plain formula."""
-
-    def program(x, t, scale, bias):
-        def forward(apply):
-            y, tangent = jax.jvp(apply, (x, scale, bias), (t, bias, scale))
-            _, linear = jax.linearize(apply, x, scale, bias)
-            return y, tangent, linear(t, bias, scale), jax.jacfwd(apply, argnums=(0, 1, 2))(x, scale, bias)
-
-        found = {way: forward(functools.partial(small.norm, derivative=way)) for way in ("jvp", "autodiff")}
-        y, tangent = jax.jvp(small.plain, (x, scale, bias), (t, bias, scale))
-        return found, (y, tangent, tangent, jax.jacfwd(small.plain, argnums=(0, 1, 2))(x, scale, bias))
-
-    return quick_jit(program)
-
-
-@pytest.mark.case(57)
-@pytest.mark.parametrize("derivative", ["jvp", "autodiff"])
-@each_small
-def test_forward_mode_gives_the_jacobian_of_the_plain_formula(small, derivative, rng, x64):
-    x, t, scale, bias = small.norm.problem(rng, np.float64)
-    found, plain = forward_mode(small)(x, t, scale, bias)
-    for actual, expected in zip(jax.tree.leaves(found[derivative]), jax.tree.leaves(plain), strict=True):
-        to_float64(actual, expected)
-
-
-@pytest.mark.case(57)
-@pytest.mark.parametrize("family", ["layer", "batch", "rms"])
-def test_the_hessian_is_the_same_by_every_road(family, rng, x64):
-    small = SMALL[family]
-    norm = small.norm
-    x, g, scale, bias = norm.problem(rng, np.float64)
-
-    def loss(apply):
-        return lambda x: jnp.sum(apply(x, scale, bias) ** 3 * g)
-
-    @quick_jit
-    def hessians(x):
-        vjp = loss(functools.partial(norm, derivative="vjp"))
-        jvp = loss(functools.partial(norm, derivative="jvp"))
-        roads = jax.hessian(vjp), jax.jacrev(jax.jacrev(vjp)), jax.hessian(jvp), jax.jacfwd(jax.jacfwd(jvp))
-        return jax.hessian(loss(small.plain))(x), [road(x) for road in roads]
-
-    expected, found = hessians(x)
-    for actual in found:
-        to_float64(actual, expected)
+# --- 57: forward mode
 
 
 @pytest.mark.case(57)
@@ -199,30 +153,7 @@ def test_names_may_be_a_string_or_any_iterable(axis_names, names, rng):
     close(y, 2 * reference.normalize(x, layout="N C L", axis_names="N L") + 1)
 
 
-# --- 59: third derivatives and Hessian-vector products
-
-
-@pytest.mark.case(59)
-@pytest.mark.parametrize("family", ["layer", "batch", "rms"])
-def test_third_derivatives_are_those_of_the_plain_formula(family, rng, x64):
-    small = SMALL[family]
-    x, g, scale, bias = small.norm.problem(rng, np.float64)
-    v, w = rng.standard_normal((2, *x.shape))
-
-    @quick_jit
-    def program(x, v, w):
-        def third(apply):
-            """The derivative of v·H·w by x, of a loss that is no polynomial of low degree."""
-            slope = jax.grad(lambda x: jnp.sum(apply(x, scale, bias) ** 4 * g))
-            curve = jax.grad(lambda x: jnp.sum(slope(x) * v))
-            return jax.grad(lambda x: jnp.sum(curve(x) * w))(x)
-
-        return third(small.plain), [third(functools.partial(small.norm, derivative=way)) for way in ("vjp", "jvp")]
-
-    expected, found = program(x, v, w)
-    assert np.max(np.abs(expected)) > 1e-2
-    for actual in found:
-        to_float64(actual, expected)
+# --- 59: third derivatives at a constant, Hessian-vector products with state
 
 
 ROWS = {"layout": "N C", "axis_names": "N", "eps": 1.0}

@@ -1,4 +1,6 @@
-"""Cases of checkpoint, scan and eval_shape."""
+"""Cases of vmap, checkpoint, loops and eval_shape."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,77 @@ from tests.cases.common import (
     same,
 )
 from tests.quick import quick_jit
+
+# --- 51: nested vmap
+
+
+@pytest.mark.case(51)
+@pytest.mark.parametrize(("axis_names", "lacks"), [("N", "inner"), ("N outer", "inner"), ("N inner", "outer")])
+def test_a_state_that_pools_only_some_mapped_axes_cannot_leave_as_one_for_all(axis_names, lacks, rng):
+    x = np.asarray(rng.standard_normal((2, 3, 4, 5)), np.float32)
+
+    def layer(x):
+        state = nj.BatchStats.init(C=5)
+        return nj.batch_norm(x, None, state, layout="N C", axis_names=axis_names, train=True)
+
+    once = jax.vmap(layer, axis_name="inner", out_axes=(0, None))
+    with pytest.raises(ValueError, match=rf"axis_name={lacks}\) but out_axes is None"):
+        jax.eval_shape(jax.vmap(once, axis_name="outer", out_axes=(0, None)), x)
+
+
+# --- 52: vmap, twice
+
+
+@pytest.mark.case(52)
+@pytest.mark.parametrize("pooled", [False, True], ids=["a state for each", "one state"])
+def test_a_second_call_under_vmap_takes_the_state_of_the_first(pooled, rng):
+    xs = np.asarray(rng.standard_normal((2, 4, 6, 5)) + 1, np.float32)
+
+    def layer(x, state):
+        names = "example N" if pooled else "N"
+        return nj.batch_norm(x, None, state, layout="N C", axis_names=names, train=True, running=nj.Ema.flax(0.9))
+
+    start, axis = nj.BatchStats.init(C=5), None if pooled else 0
+    state = start if pooled else jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), start)
+    mapped = quick_jit(jax.vmap(layer, in_axes=(0, axis), out_axes=(0, axis), axis_name="example"))
+    with jax.checking_leaks():
+        for x in xs:
+            y, state = mapped(x, state)
+    axes = {"layout": "E N C", "axis_names": "E N" if pooled else "N"}
+    close(y, reference.normalize(xs[1], **axes), m=24)
+    first, second = (reference.moments(x, **axes) for x in xs)
+    close(state.mean, 0.9 * 0.1 * first[0] + 0.1 * second[0], m=24)
+    close(state.var, 0.9**2 + 0.9 * 0.1 * first[1] + 0.1 * second[1], m=24)
+    assert np.all(state.count == 2)
+
+
+# --- 54: Jacobians of each example in evaluation
+
+
+@pytest.mark.case(54)
+@pytest.mark.parametrize(
+    ("jacobian", "derivative"),
+    [(jax.jacrev, "vjp"), (jax.jacrev, "jvp"), (jax.jacrev, "autodiff"), (jax.jacfwd, "jvp"), (jax.jacfwd, "autodiff")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+@pytest.mark.parametrize(("layout", "shape"), [("C", (4, 3)), ("L C", (4, 2, 3)), ("C L", (4, 3, 2))])
+def test_each_example_s_jacobian_in_evaluation_is_diagonal(layout, shape, jacobian, derivative, rng):
+    x = np.asarray(rng.standard_normal(shape), np.float32)
+    scale, mean = np.asarray(rng.standard_normal((2, 3)), np.float32)
+    var = np.asarray(rng.uniform(0.5, 2, 3), np.float32)
+    state = nj.BatchStats(mean, var, np.int32(7), np.ones(3, np.float32), "C")
+
+    def norm(x):
+        params, options = nj.Affine(scale, scale, "C"), {"layout": layout, "axis_names": "N", "derivative": derivative}
+        return nj.batch_norm(x, params, state, train=False, **options)
+
+    jacobians, new = quick_jit(jax.vmap(jacobian(norm, has_aux=True), out_axes=(0, None)))(x)
+    slope = scale / np.sqrt(np.float64(var) + 1e-5)
+    along_c = [3 if name == "C" else 1 for name in layout.split()]
+    diagonal = np.diag(np.broadcast_to(slope.reshape(along_c), shape[1:]).ravel())
+    close(jacobians, np.broadcast_to(diagonal, (4, *diagonal.shape)).reshape(4, *shape[1:], *shape[1:]))
+    same(new, state)
+
 
 # --- 61: checkpoint
 
@@ -65,11 +138,13 @@ def test_under_checkpoint_the_state_moves_once_and_gradients_are_the_same(family
         close(actual, expected, m=x.size)
 
 
-# --- 62: scan
+# --- 62: loops
 
 
 @pytest.mark.case(62)
-@pytest.mark.parametrize("transform", ["scan", "scan of grad", "vmap of scan", "loop"])
+@pytest.mark.parametrize(
+    "transform", ["scan", "scan of grad", "vmap of scan", "loop", "fori_loop", "while_loop", "while_loop of cond"]
+)
 def test_over_three_batches_the_state_is_threaded_in_order(transform, rng):
     batches = np.asarray(rng.standard_normal((3, 8, 4)) + 5, np.float32)
 
@@ -81,18 +156,34 @@ def test_over_three_batches_the_state_is_threaded_in_order(transform, rng):
         slope, state = jax.grad(lambda x: (jnp.sum(step(state, x)[1] ** 3), step(state, x)[0]), has_aux=True)(x)
         return state, slope
 
+    def while_loop(state, batches, body):
+        below = lambda carry: carry[0] < len(batches)  # noqa: E731
+        return jax.lax.while_loop(below, lambda carry: (carry[0] + 1, body(*carry)), (0, state))[1]
+
+    def odd_turns_evaluate(i, state):
+        """Six turns: each batch is trained on in the first of two."""
+        x = batches[i // 2]
+        evaluate = lambda state: nj.batch_norm(x, None, state, train=False, **COLUMN)[1]  # noqa: E731
+        return jax.lax.cond(i % 2 == 0, lambda state: step(state, x)[0], evaluate, state)
+
+    run = {
+        "scan": lambda state, batches: jax.lax.scan(step, state, batches)[0],
+        "scan of grad": lambda state, batches: jax.lax.scan(with_gradient, state, batches)[0],
+        "loop": lambda state, batches: functools.reduce(lambda state, x: step(state, x)[0], batches, state),
+        "fori_loop": lambda state, batches: jax.lax.fori_loop(0, 3, lambda i, s: step(s, batches[i])[0], state),
+        "while_loop": lambda state, batches: while_loop(state, batches, lambda i, s: step(s, batches[i])[0]),
+    }
     state = nj.BatchStats.init(C=4)
-    if transform == "loop":
-        for x in batches:
-            state, _ = step(state, x)
-    elif transform == "vmap of scan":
+    if transform == "vmap of scan":
         stacked = np.stack([batches, -batches])
-        states, _ = quick_jit(jax.vmap(lambda batches: jax.lax.scan(step, state, batches)))(stacked)
+        states = quick_jit(jax.vmap(lambda batches: run["scan"](state, batches)))(stacked)
         same(states.mean[1], -states.mean[0])
         state = jax.tree.map(lambda leaf: leaf[0], states)
+    elif transform == "while_loop of cond":
+        batches = jnp.asarray(batches)
+        state = quick_jit(lambda state: while_loop(state, range(6), odd_turns_evaluate))(state)
     else:
-        body = step if transform == "scan" else with_gradient
-        state, _ = quick_jit(lambda state, batches: jax.lax.scan(body, state, batches))(state, batches)
+        state = (run[transform] if transform == "loop" else quick_jit(run[transform]))(state, batches)
     m0, m1, m2 = (reference.moments(x, **COLUMN)[0] for x in batches)
     v0, v1, v2 = (reference.moments(x, **COLUMN)[1] for x in batches)
     close(state.mean, 0.9**2 * 0.1 * m0 + 0.9 * 0.1 * m1 + 0.1 * m2)
