@@ -13,7 +13,7 @@ SECTIONS = {
     "cases.mask": {29, 34, 35},
     "cases.nothing_to_pool": {30, 31},
     "cases.derivatives": {57, 58, 59, 64},
-    "cases.transforms": {61, 62, 65},
+    "cases.transforms": {51, 52, 54, 61, 62, 65},
     "cases.axes": {66, 67, 69, 71, 72},
     "cases.state": {75, 76, 78, 82, 84},
     "cases.merging": {79, 80},
@@ -31,6 +31,7 @@ SECTIONS = {
     "flax.replace": {56, 78},
     "flax.transforms": {51, 52, 54, 55, 56, 57, 61, 62, 65},
     "flax.state": {75, 76, 78, 79, 80, 86},
+    "per_example.gradients": {55},
     "benchmarks.perf": {101, 102, 103, 104, 105, 106},
 }
 
