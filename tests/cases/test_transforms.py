@@ -46,12 +46,12 @@ def test_a_second_call_under_vmap_takes_the_state_of_the_first(pooled, rng):
     xs = np.asarray(rng.standard_normal((2, 4, 6, 5)) + 1, np.float32)
 
     def layer(x, state):
-        names = "example N" if pooled else "N"
+        names = "lane N" if pooled else "N"
         return nj.batch_norm(x, None, state, layout="N C", axis_names=names, train=True, running=nj.Ema.flax(0.9))
 
     start, axis = nj.BatchStats.init(C=5), None if pooled else 0
     state = start if pooled else jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), start)
-    mapped = quick_jit(jax.vmap(layer, in_axes=(0, axis), out_axes=(0, axis), axis_name="example"))
+    mapped = quick_jit(jax.vmap(layer, in_axes=(0, axis), out_axes=(0, axis), axis_name="lane"))
     with jax.checking_leaks():
         for x in xs:
             y, state = mapped(x, state)
