@@ -114,10 +114,10 @@ MUTANTS = (
     Mutant(
         "state updated in evaluation",
         "normjax/_family.py",
-        "        return y, state\n    if running.unbiased",
+        "        return y, state\n    _refuse_single_examples",
         "        _, seen = normalize_by(spec, x, wide, None, where=where, eps=eps, dtype=None, derivative=derivative)\n"
         "        return y, updated(fn, state, seen, running)\n"
-        "    if running.unbiased",
+        "    _refuse_single_examples",
         (*THEORY, "evaluation"),
     ),
     Mutant(
