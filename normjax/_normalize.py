@@ -136,6 +136,9 @@ def normalized(spec: Spec, x, wide, params, stats: Statistics, *, where, eps, dt
     if spec.mapped and stats.offset is not None and any(fits(array.shape, stats.var.shape) for array in given):
         stats, scale, bias, eps = carried(stats, scale, bias, eps, zero_centered=zero_centered)
         zero_centered = False
+        # Cast as one array, so that their cotangents cross the devices as one.
+        _, both = _mapped.vary_alike((wide, jnp.stack(jnp.broadcast_arrays(scale, bias))))
+        scale, bias = both
     operands: Any = (x, wide, stats, scale, bias, eps, where)
     y = affine(*_mapped.vary_alike(operands), zero_centered=zero_centered, derivative=derivative)
     return jnp.reshape(y.astype(out), spec.shape)
