@@ -6,12 +6,17 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
 
 from normjax import __version__
 
 _COMMANDS = {"train": "train a small classifier of real images with a norm of your choice"}
+# Of the commands, those on a finished run: each a module with `DESCRIPTION` and `run(finished) -> status`, or
+# `run(finished, out) -> status` where it writes a folder.
+_AFTER_TRAINING: dict[str, str] = {}
 
 
 class _UsageError(Exception):
@@ -39,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         return _complain(f"normjax: error: {error}", 2)
     except KeyboardInterrupt:
-        return _complain("normjax: interrupted before training began; nothing was changed", 130)
+        return _complain("normjax: interrupted before it began; nothing was changed", 130)
     except BrokenPipeError:  # whoever read our output went away
         _drop_output()
         return 1
@@ -51,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(arguments: list[str]) -> int:
     try:
         if arguments and arguments[0] in _COMMANDS:
-            return _train(arguments[1:])
+            name, rest = arguments[0], arguments[1:]
+            return _after_training(name, rest) if name in _AFTER_TRAINING else _train(rest)
         _top_parser().parse_args(arguments)
     except SystemExit as done:  # argparse's way to end --help and --version
         return int(done.code or 0)
@@ -118,6 +124,30 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _after_training(name: str, arguments: list[str]) -> int:
+    """A command on the folder of a run, which it only reads."""
+    try:
+        module = import_module(_AFTER_TRAINING[name])
+    except ImportError as error:
+        raise _UsageError(str(error)) from None
+    from normjax.lab import finished, runs
+    from normjax.lab.errors import UserError
+
+    parser = _Parser(prog=f"normjax {name}", description=module.DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run of normjax train; it stays as it is")
+    writes = "out" in signature(module.run).parameters
+    if writes:
+        parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the new folder")
+    options = parser.parse_args(arguments)
+    try:
+        if writes:
+            runs.check_free(options.out)
+        read = finished.read(options.run)
+        return module.run(read, options.out) if writes else module.run(read)
+    except UserError as error:
+        raise _UsageError(str(error)) from error
 
 
 def _train(arguments: list[str]) -> int:

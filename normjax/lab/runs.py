@@ -80,19 +80,24 @@ def resume_command(folder: Path) -> str:
     return f"normjax train --resume {shlex.quote(str(folder))}"
 
 
+def stored_config(folder: Path) -> Config:
+    """The config of an existing run."""
+    _check_path("run folder", folder)
+    if not folder.is_dir():
+        raise UserError(f"run folder {folder}: there is none; give the folder that --out named")
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"run folder {folder}: has no {CONFIG}, so it is none; give the one that --out named")
+    return configs.load(str(folder / CONFIG))
+
+
 def resumed_config(folder: Path, source: str | None, overrides: Mapping[str, str]) -> Config:
     """The config of an existing run, which whatever else the command line gives must agree with, but for `devices`."""
-    _check_path("--resume", folder)
-    if not folder.is_dir():
-        raise UserError(f"--resume {folder}: no such run folder; give the folder that --out named")
-    if not (folder / CONFIG).is_file():
-        raise UserError(f"--resume {folder}: has no {CONFIG}, so it is not a run folder; give the one that --out named")
+    stored = stored_config(folder)
     for path in (folder / METRICS, folder / CURVES):
         if taken := next((p for p in (path, _temporary(path)) if p.is_dir()), None):
-            raise UserError(f"--resume {folder}: {taken.name} is a folder where the run writes a file; move it away")
+            raise UserError(f"run folder {folder}: {taken.name} is a folder where the run writes a file; move it away")
     if not os.access(folder, os.W_OK):
-        raise UserError(f"--resume {folder}: cannot be written; allow it, or copy the folder to another place")
-    stored = configs.load(str(folder / CONFIG))
+        raise UserError(f"run folder {folder}: cannot be written; allow it, or copy the folder to another place")
     asked = configs.load(source or str(folder / CONFIG), overrides)
     _agree(folder, asked, stored, "the run", "leave that out, or start a new run without --resume")
     return dataclasses.replace(stored, devices=asked.devices if "devices" in overrides else stored.devices)
@@ -105,7 +110,7 @@ def _agree(folder: Path, asked: Config, stored: Config, whose: str, mend: str) -
         shown = ", ".join(
             f"{key} is {configs.shown(here)} here and {configs.shown(there)} in {whose}" for key, here, there in found
         )
-        raise UserError(f"--resume {folder}: the config differs: {shown}; {mend}")
+        raise UserError(f"run folder {folder}: the config differs: {shown}; {mend}")
 
 
 class RunFolder:
@@ -139,14 +144,14 @@ class RunFolder:
         """An existing folder with a checkpoint of the same config, and metrics in epochs of `per_epoch` steps."""
         steps = _steps(path)
         if not steps:
-            raise UserError(f"--resume {path}: holds no checkpoint yet; start anew: normjax train {path / CONFIG}")
+            raise UserError(f"run folder {path}: holds no checkpoint yet; start anew: normjax train {path / CONFIG}")
         whole = [step for step in steps if (path / CHECKPOINTS / str(step) / DIGESTS).exists()]
         if not whole:
             reason = f"{DIGESTS} is missing, without which nobody can tell whether the other files are whole"
             raise _unreadable(path, max(steps), reason)
         folder = cls(path)
         folder._step = max(whole)
-        folder._config = configs.load(str(path / CONFIG))
+        folder._config = stored_config(path)
         saved = folder._read("config", ocp.args.JsonRestore())
         _agree(path, config, configs.resolve(saved, "checkpoint", {}), "its checkpoint", f"mend {path / CONFIG}")
         _check_metrics(path, folder._step, config, per_epoch)
@@ -238,7 +243,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _unreadable(folder: Path, step: int, reason: str) -> UserError:
-    return UserError(f"--resume {folder}: checkpoint {step} cannot be read; start a new run ({reason})")
+    return UserError(f"run folder {folder}: checkpoint {step} cannot be read; start a new run ({reason})")
 
 
 def metric_names(config: Config, *, ends_epoch: bool) -> set[str]:
@@ -259,12 +264,12 @@ def _check_metrics(folder: Path, step: int, config: Config, per_epoch: int) -> N
         numbers = all(type(value) in (int, float) and abs(value) < math.inf for value in record.values())
         if not numbers or place.items() - record.items() or set(record) != metric_names(config, ends_epoch=ends_epoch):
             raise UserError(
-                f"--resume {folder}: line {number} of {METRICS} is not what step {number} wrote; "
+                f"run folder {folder}: line {number} of {METRICS} is not what step {number} wrote; "
                 "it was changed: start a new run"
             )
     if len(records) < step:
         raise UserError(
-            f"--resume {folder}: checkpoint {step} is later than {METRICS}, which has {len(records)} whole lines; "
+            f"run folder {folder}: checkpoint {step} is later than {METRICS}, which has {len(records)} whole lines; "
             "one of the two was changed: start a new run"
         )
 

@@ -186,10 +186,10 @@ def fit(
     total = per_epoch * config.train.epochs
     step, order = 0, epoch_order(config.seed, 0, len(digits.train.labels))
     if resume:
-        state, step, order = _from_checkpoint(folder.restore(_checkpoint(state, step, order)))
+        state, step, order = restored(folder, state, order)
     folder.begin(step)
     if not resume:
-        folder.save(0, _checkpoint(state, 0, order), config)
+        folder.save(0, checkpoint(state, 0, order), config)
     with progress.running(step, total):
         while step < total and not stop.is_set():
             epoch, position = divmod(step, per_epoch)
@@ -208,20 +208,21 @@ def fit(
             folder.log(record)
             progress.step(record)
             if ends_epoch or stop.is_set():
-                folder.save(step, _checkpoint(state, step, order), config)
+                folder.save(step, checkpoint(state, step, order), config)
     # The flag may have come after the last look at it: nothing is lost, but the user did ask to stop.
     if stop.is_set():
-        folder.save(step, _checkpoint(state, step, order), config)
+        folder.save(step, checkpoint(state, step, order), config)
         raise Interrupted(step)
 
 
-def _checkpoint(state: TrainState, step: int, order: np.ndarray) -> dict[str, Any]:
+def checkpoint(state: TrainState, step: int, order: np.ndarray) -> dict[str, Any]:
     """Everything that the rest of a run depends on; `order` is the epoch's order of the images."""
     return {**state._asdict(), "step": step, "order": order}
 
 
-def _from_checkpoint(saved: dict[str, Any]) -> tuple[TrainState, int, np.ndarray]:
-    """What `_checkpoint` put together."""
+def restored(folder: RunFolder, state: TrainState, order: np.ndarray) -> tuple[TrainState, int, np.ndarray]:
+    """What `checkpoint` put together for the newest one; the state and the order given have its shapes."""
+    saved = folder.restore(checkpoint(state, 0, order))
     return TrainState(*(saved[name] for name in TrainState._fields)), int(saved["step"]), np.asarray(saved["order"])
 
 

@@ -86,16 +86,16 @@ BAD_INPUT = {
     "train digits --out a\\b": "orbax cannot keep checkpoints under a path with '\\\\', as in ",
     "train digits --out gs://bucket/run": "orbax cannot keep checkpoints under a path with ':/', as in ",
     "train digits --out /s3/bucket": "orbax cannot keep checkpoints under a path with '/s3/', as in ",
-    "train --resume bad\udcffname": "--resume bad\\udcffname: ",
+    "train --resume bad\udcffname": "run folder bad\\udcffname: ",
     "train --resume " + "a" * 300: "cannot be used (File name too long); give another name",
-    "train --resume [1]": "--resume [1]: orbax cannot keep checkpoints under a path with '[', as in ",
+    "train --resume [1]": "run folder [1]: orbax cannot keep checkpoints under a path with '[', as in ",
     "train digits --new\u2028line\x1b": "unknown option --new\\u2028line\\x1b; the options are ",
     "train --out here --resume old": "--out and --resume exclude each other; --resume DIR writes into DIR",
-    "train --resume absent": "--resume absent: no such run folder; give the folder that --out named",
-    "train --resume taken": "--resume taken: has no config.toml, so it is not a run folder; give the one that --out",
-    "train --resume old": "--resume old: holds no checkpoint yet; start anew: normjax train old/config.toml",
-    "train --resume old --seed 1": "--resume old: the config differs: seed is 1 here and 0 in the run; leave that out",
-    "train digits-none --resume old": "--resume old: the config differs: norm.family is 'none' here and 'batch' in",
+    "train --resume absent": "run folder absent: there is none; give the folder that --out named",
+    "train --resume taken": "run folder taken: has no config.toml, so it is none; give the one that --out",
+    "train --resume old": "run folder old: holds no checkpoint yet; start anew: normjax train old/config.toml",
+    "train --resume old --seed 1": "run folder old: the config differs: seed is 1 here and 0 in the run; leave that",
+    "train digits-none --resume old": "run folder old: the config differs: norm.family is 'none' here and 'batch' in",
 }
 
 
@@ -161,5 +161,5 @@ def test_an_interrupt_before_training_says_so_and_exits_130(monkeypatch, capsys,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(configs, "load", interrupted)
     assert main(["train", *TINY]) == 130
-    assert capsys.readouterr().err == "normjax: interrupted before training began; nothing was changed\n"
+    assert capsys.readouterr().err == "normjax: interrupted before it began; nothing was changed\n"
     assert tree(tmp_path) == {}

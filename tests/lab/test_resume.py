@@ -317,7 +317,7 @@ def test_unreadable_arrays_leave_no_traceback_at_the_end_of_the_process(unbroken
     process = start("train", "--resume", str(path))
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert err.startswith(f"normjax: error: --resume {path}: checkpoint 537 cannot be read; start a new run (")
+    assert err.startswith(f"normjax: error: run folder {path}: checkpoint 537 cannot be read; start a new run (")
     assert err.count("\n") == 1
 
 
@@ -338,7 +338,7 @@ def test_a_spoiled_run_folder_is_refused_in_one_line_and_left_as_it_is(case, unb
     assert main(["train", "--resume", str(path)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"normjax: error: --resume {path}: {words}")
+    assert printed.err.startswith(f"normjax: error: run folder {path}: {words}")
     assert printed.err.count("\n") == 1
     assert tree(path) == before
 
