@@ -7,9 +7,10 @@ averaged, so masked and unequal shards are right and an empty one is harmless. W
 
 The forward is one psum. Each device writes μ_d and n into a slot of its own; what is left, Σ n v_d, the psum adds up.
 One float does not hold a mean of 10⁴ to 10⁻⁶, so μ_d goes as its rounded value and what rounding left, in 20 bits, of
-which six fit into five floats; n goes where there are masks. For C groups on D devices that is D (11/6 C + 1) + C
-numbers at most. The tangent is one psum of 2C numbers, and its transpose, the backward's one collective, too; both are
-plain JAX between two local rules, so the gradient may be taken inside or outside the mapping.
+which six fit into five floats; n goes where there are masks. For C groups on D devices that is D (2C − ⌊C/6⌋) + C
+numbers, and D more where a mask has one n for all of them, DC where each has its own. The tangent is one psum of 2C
+numbers, and its transpose, the backward's one collective, too; both are plain JAX between two local rules, so the
+gradient may be taken inside or outside the mapping.
 """
 
 import functools
