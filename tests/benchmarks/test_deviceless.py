@@ -57,6 +57,20 @@ def test_a_norm_moves_little_more_than_it_must(norm, part, derivative):
     assert ratio <= BOUNDS[norm, part], f"{ratio:.2f} × the ideal"
 
 
+# Part: at most how many kernels on an H200, and four more by "jvp", whose backward is the transpose of a tangent map.
+# Sums over a few long groups take two kernels, a shift takes one; x̂ is never a kernel of its own.
+KERNELS = {"forward": 8, "backward apart": 5, "value and vjp": 11}
+
+
+@pytest.mark.parametrize("derivative", ANALYTIC)
+@pytest.mark.parametrize(("norm", "part"), BOUNDS)
+def test_a_norm_takes_few_kernels_and_no_temporary_of_xs_size(norm, part, derivative):
+    found = counts("h200", programs.norm, norm, part, derivative)
+    x = programs.NORMS[norm][1][0]
+    assert found["temporaries"] <= x.size * x.dtype.itemsize / 16, f"{found['temporaries']} bytes"
+    assert found["kernels"] <= KERNELS[part] + 4 * (derivative == "jvp"), f"{found['kernels']} kernels"
+
+
 @each_target
 @pytest.mark.parametrize("norm", ["layer norm", "long layer norm", "rms norm"])
 def test_a_norm_over_features_moves_no_more_than_autodiff_of_the_textbook(norm, target):
