@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import get_abstract_mesh
 
 from normjax._grammar import (
     ELLIPSIS,
@@ -293,6 +294,9 @@ def unbound_error(spec: Spec, name: str) -> ValueError:
         mend = f"{form.strip()} "
     elif close := difflib.get_close_matches(name.casefold(), [n.casefold() for n in known], n=1):
         mend = f"Did you mean '{next(n for n in known if n.casefold() == close[0])}'? "
+    manual = [] if mend else sorted(set(get_abstract_mesh().manual_axes) - set(spec.mapped) - set(known))
+    if manual:
+        mend = f"shard_map has {' and '.join(map(repr, manual))} here. "
     return ValueError(
         f'{spec.fn}: axis_names="{asked}": \'{name}\' is neither in layout "{spec.layout}" nor a mapped axis here. '
         f"{mend}To synchronise, call inside shard_map, pmap or vmap with the axis name '{name}'; "

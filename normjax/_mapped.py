@@ -70,9 +70,10 @@ def check_groups(spec: Spec, groups: Sequence[Sequence[int]]) -> None:
     except TypeError:
         indices = None
     if indices != list(range(size)):
+        halves = [list(range(size // 2)), list(range(size // 2, size))]
         raise ValueError(
             f"{spec.fn}: axis_index_groups={groups} must be lists of indices that hold each index of mapped axis "
-            f"'{spec.mapped[0]}' (size {size}) exactly once."
+            f"'{spec.mapped[0]}' (size {size}) exactly once, such as {halves}."
         )
 
 

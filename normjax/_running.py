@@ -181,7 +181,8 @@ def stack_cure(state: BatchStats) -> str:
     names = " ".join(("device", *state.names))
     return (
         " If the further axis holds replicas (restored from pmap, say), pool them: "
-        f'pool_stats(BatchStats(mean, var, count, weight, names="{names}"), "device").'
+        f'pool_stats(BatchStats(mean, var, count, weight, names="{names}"), "device"); to train them on inside '
+        "shard_map, take each device's own: jax.tree.map(lambda leaf: leaf[0], state)."
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import normjax as nj
 from normjax import reference
@@ -176,6 +177,32 @@ MAPPED = {
     "shard_map": ShardMap(*OVER),
     "jit": Jit(*OVER),
 }
+
+
+def test_states_of_the_devices_own_train_on_as_each_would_alone(page):
+    names = page("def step_apart")
+    for device, rows in enumerate(names["x"].reshape(DEVICES, -1, 16)):
+        state = nj.BatchStats.init(C=16)
+        for _ in range(3):
+            _, state = nj.batch_norm(rows, None, state, layout="N C", axis_names="N", train=True)
+        own = jax.tree.map(lambda leaf, device=device: leaf[device], names["states"])
+        jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6), own, state)
+
+
+@pytest.mark.parametrize(("size", "works"), [(32, True), (64, False)])
+def test_an_explicit_mesh_splits_a_sharded_axis_where_the_page_says_so(page, size, works):
+    assert f"`N=(B n={size})`" in PAGE
+    x = np.asarray(page("def step_apart")["x"])
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        norm = jax.jit(lambda x: nj.batch_norm(x, layout=f"N=(B n={size}) C", axis_names="n", train=True)[0])
+        if not works:
+            with pytest.raises(ValueError, match=r"^batch_norm: .*multiple of 8"):
+                norm(sharded)
+            return
+        want = reference.normalize(x, layout=f"N=(B n={size}) C", axis_names="n")
+        np.testing.assert_allclose(norm(sharded), want, atol=1e-5)
 
 
 def test_the_table_has_every_loss_under_every_mapping():

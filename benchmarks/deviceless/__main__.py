@@ -1,5 +1,6 @@
-"""``python -m benchmarks.deviceless`` compiles every program for every target and prints what each does."""
+"""Compiles norms for an H200 and a TPU v5e that are not there, and prints what each program does."""
 
+import argparse
 import json
 import math
 import os
@@ -15,6 +16,15 @@ from benchmarks.deviceless.apart import TIMEOUT, CompileFailed, measure_apart
 from benchmarks.deviceless.targets import TARGETS
 
 REQUIREMENTS = "benchmarks/deviceless/requirements.txt"
+EPILOG = f"""how to install it: in an environment of its own, as {REQUIREMENTS} says.
+how long it takes: each program some seconds, in a process of its own.
+the tests that hold these counts to their bounds: python -m pytest -m deviceless tests/benchmarks
+
+columns: moved MB is what the kernels read and write together, block by block; × ideal is that over each input and
+output once. The part "forward apart" is the forward of a gradient in a program of its own, with what it saves
+(saved MB) for "backward apart"; "value and vjp" has both in one program, "checked" too, in a checked shard_map.
+Collectives are in order, with their bytes.
+"""
 COLUMNS = (
     "program",
     "part",
@@ -70,14 +80,21 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser("python -m benchmarks.deviceless", description=__doc__)
-    parser.add_argument("--target", choices=TARGETS, nargs="+", default=TARGETS)
+    parser = Parser(
+        "python -m benchmarks.deviceless",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--target", choices=TARGETS, nargs="+", default=TARGETS, help="chips (all)")
     parser.add_argument("--only", default="", help="programs whose name contains this")
-    parser.add_argument("--by", choices=programs.IMPLEMENTATIONS, nargs="+", default=programs.IMPLEMENTATIONS)
+    implementations = programs.IMPLEMENTATIONS
+    parser.add_argument("--by", choices=implementations, nargs="+", default=implementations, help="whose norm (all)")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
     parser.add_argument("--out", type=Path, help="a file to write JSON lines to as well")
-    parser.add_argument("--timeout", type=positive, default=int(TIMEOUT), help="seconds for each compile")
-    parser.add_argument("--jobs", type=positive, default=math.ceil((os.cpu_count() or 1) / 2))
+    parser.add_argument("--timeout", type=positive, default=int(TIMEOUT), help="seconds for each compile (%(default)s)")
+    jobs = math.ceil((os.cpu_count() or 1) / 2)
+    parser.add_argument("--jobs", type=positive, default=jobs, help="compiles at a time (%(default)s)")
     options = parser.parse_args(arguments)
     try:
         versions = {"jax": version("jax"), "libtpu": version("libtpu"), "cuda": version("jax-cuda13-pjrt")}

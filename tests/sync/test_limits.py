@@ -134,6 +134,13 @@ def test_a_name_that_nothing_binds_is_an_error_in_training_that_says_where_to_bi
     assert "under jit over sharded arrays the batch is already global: drop it" in str(caught.value)
 
 
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_a_wrong_name_inside_shard_map_is_told_the_names_that_are_there(fn):
+    layer = ShardMap(("data",), (2,)).wrap(lambda x: (FUNCTIONS[fn](x, "N batch"),), (DATA,), (DATA,))
+    with pytest.raises(ValueError, match=r"'batch' is neither in .* shard_map has 'data' here\. "):
+        layer(X[0])
+
+
 @pytest.mark.case(48)
 @pytest.mark.parametrize("fn", [nj.batch_norm, nj.sync_batch_norm])
 def test_initialisation_and_evaluation_touch_no_mapped_name(fn, rng):

@@ -95,7 +95,8 @@ def test_a_restored_state_with_a_leading_device_axis_is_an_error_that_names_the_
     with pytest.raises(ValueError, match=r"^(batch_norm|update|pool_stats): state\.") as caught:
         call(state)
     cure = 'pool_stats(BatchStats(mean, var, count, weight, names="device C"), "device")'
-    assert f"pool them: {cure}." in str(caught.value)
+    assert f"pool them: {cure}; " in str(caught.value)
+    assert "jax.tree.map(lambda leaf: leaf[0], state)" in str(caught.value)
     known = {"mean": state.mean, "var": state.var, "count": state.count, "weight": state.weight}
     names = {"pool_stats": nj.pool_stats, "BatchStats": nj.BatchStats}
     cured = quick_jit(lambda known: eval(cure, {**names, **known}))(known)
