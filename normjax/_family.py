@@ -1,7 +1,6 @@
 """The family: batch, layer, instance, group and RMS norm. Each is its own checks, then the one core; no arithmetic."""
 
 import jax
-from jax import lax
 
 from normjax import _mapped
 from normjax._axes import Spec, resolve
@@ -18,8 +17,6 @@ from normjax._running import (
     stack_cure,
     updated,
 )
-
-EXAMPLE = "example"  # the mapped axis that per_example_grads binds
 
 
 def batch_norm(
@@ -174,7 +171,7 @@ def _batch_norm(
             derivative=check_derivative(fn, derivative, x),
         )
         return y, state
-    _refuse_single_examples(spec)
+    _refuse_single_examples(spec, params, state)
     if running.unbiased and train and where is None and spec.group_size == 1:
         check_unbiased(fn, running, _mapped.fewest_devices(spec, axis_index_groups))
     y, moments = normalize_by(
@@ -194,13 +191,14 @@ def _batch_norm(
     return y, state
 
 
-def _refuse_single_examples(spec: Spec) -> None:
-    """Raises ValueError where batch statistics would be those of one example, under `per_example_grads`."""
-    if EXAMPLE in spec.mapped:
+def _refuse_single_examples(spec: Spec, params, state) -> None:
+    """Raises ValueError where batch statistics would be those of one example, under `per_example_grads`.
+
+    Where the caller has an axis of that name, only where a group is one entry; it may number anything.
+    """
+    if _mapped.EXAMPLE in spec.mapped or not _mapped.is_bound(_mapped.EXAMPLE):
         return
-    try:
-        lax.axis_size(EXAMPLE)
-    except NameError:
+    if _keeps_the_example(spec, params, state) if _mapped.is_bound(_mapped.ALONE) else spec.group_size != 1:
         return
     raise ValueError(
         f"{spec.fn}: per_example_grads and clipped_grad take each example alone, so that by its batch statistics every "
@@ -209,6 +207,17 @@ def _refuse_single_examples(spec: Spec) -> None:
         "normjax.per_example.coupled_grads, which differentiates each loss in the whole batch (and is not private); or "
         "a norm that does not pool examples: layer, group, instance or RMS norm."
     )
+
+
+def _keeps_the_example(spec: Spec, params, state) -> bool:
+    """Whether the axis of one example, as in image[None], is kept: tracked instance norm pools no examples.
+
+    It has size 1 and is none of those that parameters or state run along; where a pooled one has size 1 too, who knows.
+    """
+    channels = {i for owner in (params, state) for name in getattr(owner, "names", ()) for i in spec.positions(name)}
+    whole = {i for axis, start, stop in spec.ranges if not axis.factors for i in range(start, stop)}
+    single = {i for i in whole - channels if spec.expanded[i] == 1}
+    return bool(channels and single) and single.isdisjoint(spec.reduced)
 
 
 def _params_run_along(spec: Spec, params, *, kept: bool) -> None:

@@ -37,6 +37,17 @@ from normjax._sharding import sharded_axes
 MOST_SLOTS = 32
 MOST_SHARDS = 1024
 HALF = 2**19  # of the integers that stand for what rounding left out of a mean
+EXAMPLE = "example"  # the mapped axis that per_example_grads binds
+ALONE = "normjax.per_example"  # and one beside it, of size 1, that tells it from an "example" of the caller's own
+
+
+def is_bound(name: str) -> bool:
+    """Whether a mapped axis of this name is in scope."""
+    try:
+        lax.axis_size(name)
+    except NameError:
+        return False
+    return True
 
 
 def axis_size(spec: Spec, name: str) -> int:
@@ -89,10 +100,10 @@ def _cast(x, axes):
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def vary_alike(tree: Any) -> Any:
-    """Marks every array of a tree as varying over the axes that any of them varies over, so a rule may combine them."""
+def vary_alike(tree: Any, also: frozenset = frozenset()) -> Any:
+    """Marks all arrays of a tree as varying over the axes that any varies over, and `also`: a rule may combine them."""
     leaves = jax.tree.leaves(tree)
-    axes = frozenset().union(*(varying(leaf) for leaf in leaves))
+    axes = also.union(*(varying(leaf) for leaf in leaves))
     return jax.tree.map(lambda leaf: _cast(leaf, axes), tree) if axes else tree
 
 
@@ -161,6 +172,12 @@ class Over(NamedTuple):
 
 def pool(spec: Spec, stats: Statistics, group_size: int, groups: Sequence[Sequence[int]] | None) -> Statistics:
     """The statistics over all devices of the mapped axes, each by its own count; `groups` passed `check_groups`."""
+    if EXAMPLE in spec.mapped and is_bound(ALONE):
+        raise ValueError(
+            f"{spec.fn}: axis_names=\"{' '.join(spec.axis_names)}\" pools 'example', the axis of per_example_grads and "
+            "clipped_grad, whose rows would be gradients of all losses in a chunk by one example's copy of the "
+            "parameters. For the gradient of each loss in the whole batch call normjax.per_example.coupled_grads."
+        )
     sizes = tuple(axis_size(spec, name) for name in spec.mapped)
     every = [range(math.prod(sizes))] if groups is None else groups
     static = tuple(tuple(operator.index(i) for i in group) for group in every if len(group))

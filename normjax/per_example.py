@@ -7,6 +7,7 @@ with coupled examples the gradient of example i's loss is row i of the Jacobian 
 whole batch.
 """
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +18,20 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from normjax._extras import require
-from normjax._family import EXAMPLE
+from normjax._coupling import assert_uncoupled, call, example_coupling, lengths, plot_coupling
+from normjax._grammar import quote
 from normjax._inputs import is_real_scalar, kind_of, static_bool
-from normjax._mapped import vary_alike
+from normjax._mapped import ALONE, EXAMPLE, vary_alike, varying
+from normjax._sharding import placed_as, sharded_axes
 
-PROBES = 4
+__all__ = [
+    "assert_uncoupled",
+    "clipped_grad",
+    "coupled_grads",
+    "example_coupling",
+    "per_example_grads",
+    "plot_coupling",
+]
 
 
 def per_example_grads(loss_fn: Callable[..., Any], params, *batch, chunk_size: int | None = None):
@@ -41,9 +50,10 @@ def per_example_grads(loss_fn: Callable[..., Any], params, *batch, chunk_size: i
       device's own examples.
 
     Raises:
-      ValueError: sizes differ or are missing; chunk_size is below 1; loss_fn returns no scalar; batch norm in training
-        inside, whose examples are not apart (the message says what to do).
-      TypeError: an argument of another type.
+      ValueError: sizes differ or are missing; chunk_size is below 1, or cuts what an Explicit mesh shards; loss_fn
+        returns no scalar, or moves an nnx model from outside; batch norm in training inside, whose examples are not
+        apart, or a norm that pools the axis "example" (the message says what to do).
+      TypeError: an argument, or what loss_fn returns, of another type.
 
     Example:
       >>> loss = lambda w, x: (w * x - 1) ** 2
@@ -52,9 +62,8 @@ def per_example_grads(loss_fn: Callable[..., Any], params, *batch, chunk_size: i
     """
     fn = "per_example_grads"
     size = _examples(fn, batch)
-    params, batch = vary_alike((params, batch))
-    gradients = _each_gradient(fn, loss_fn, params)
-    chunk = _chunk(fn, chunk_size, size)
+    chunk = _chunk(fn, chunk_size, size, (params, batch))
+    gradients, params, batch = _each_gradient(fn, loss_fn, params, batch)
     if chunk >= size:
         return gradients(*batch)
     whole = jax.tree.map(lambda leaf: jnp.zeros((size, *jnp.shape(leaf)), jnp.result_type(leaf)), params)
@@ -91,7 +100,7 @@ def clipped_grad(
 
     Raises:
       ValueError: as `per_example_grads`; l2_norm is not above 0.
-      TypeError: an argument of another type.
+      TypeError: an argument, or what loss_fn returns, of another type.
 
     Example:
       >>> loss = lambda w, x: w * x
@@ -103,15 +112,10 @@ def clipped_grad(
     """
     fn = "clipped_grad"
     average = static_bool(fn, "average", average)
-    if not isinstance(l2_norm, Tracer):
-        if not is_real_scalar(l2_norm):
-            raise TypeError(f"{fn}: l2_norm must be a number; got {kind_of(l2_norm)}.")
-        if not float(l2_norm) > 0:
-            raise ValueError(f"{fn}: l2_norm={l2_norm!r} must be above 0; it is the most one gradient may measure.")
+    l2_norm = _bound(fn, l2_norm)
     size = _examples(fn, batch)
-    params, batch = vary_alike((params, batch))
-    gradients = _each_gradient(fn, loss_fn, params)
-    chunk = _chunk(fn, chunk_size, size)
+    chunk = _chunk(fn, chunk_size, size, (params, batch))
+    gradients, params, batch = _each_gradient(fn, loss_fn, params, batch)
 
     def add(total, _, fresh, part):
         share = jnp.where(fresh, _shortening(part, l2_norm), 0)
@@ -132,14 +136,15 @@ def coupled_grads(losses_fn: Callable[..., Any], params, batch):
     Args:
       losses_fn: losses_fn(params, batch) → real array (N,), one loss for each example.
       params: pytree of float arrays.
-      batch: pytree of arrays that losses_fn takes. Under pmap and shard_map the device's own examples: losses that
-        synchronise across devices have no rows here.
+      batch: pytree of arrays that losses_fn takes. Under pmap and shard_map the device's own examples.
 
     Returns:
       A pytree like params, each leaf of shape (N, *its own) and of its own dtype.
 
     Raises:
-      ValueError: losses_fn returns anything but an array of one axis.
+      ValueError: losses_fn returns no array of one axis; it moves an nnx model from outside; it synchronises over a
+        mapped axis that coupled_grads itself is in.
+      TypeError: losses_fn returns no array of real numbers.
 
     Example:
       >>> import normjax as nj
@@ -149,157 +154,77 @@ def coupled_grads(losses_fn: Callable[..., Any], params, batch):
       >>> print(rows.shape, jnp.allclose(rows.sum(), whole))
       (3,) True
     """
-    params, batch = vary_alike((params, batch))
+    fn = "coupled_grads"
 
-    def checked(params):
-        losses = losses_fn(params, batch)
-        shape = getattr(losses, "shape", None)
-        if shape is None or len(shape) != 1:
+    def losses(params, batch):
+        losses = _loss(fn, "losses_fn", losses_fn, params, batch)
+        if losses.ndim != 1:
             raise ValueError(
-                f"coupled_grads: losses_fn must return one array of one loss for each example, of shape (N,); got "
-                f"{kind_of(losses) if shape is None else f'shape {shape}'}."
+                f"{fn}: losses_fn must return one array of one loss for each example, of shape (N,); got shape "
+                f"{losses.shape}."
             )
         return losses
 
-    return jax.jacrev(checked)(params)
-
-
-def example_coupling(fn: Callable[[Any], Any], x, *, example_axis: int = 0) -> jax.Array:
-    """Returns how strongly each example of fn(x) depends on each example of x: (N, N), row i for output i.
-
-    Entry (i, j) estimates the Frobenius norm of ∂fn(x)ᵢ/∂xⱼ from `PROBES` products of random vectors with the Jacobian;
-    it is 0 where the derivative is (or so small that its square is). Costs `PROBES` · N backward passes.
-
-    Args:
-      fn: takes an array like x; its result has the examples along the same axis.
-      x: float array.
-      example_axis: which axis of both holds the examples.
-
-    Returns:
-      Array (N, N) of x's dtype, float32 at least.
-
-    Raises:
-      ValueError: x or fn(x) lacks the axis, or their sizes along it differ.
-      TypeError: x is not of a float dtype.
-
-    Example:
-      >>> import normjax as nj
-      >>> x = jnp.arange(6.0).reshape(3, 2)
-      >>> norm = lambda x: nj.layer_norm(x, layout="N D", axis_names="D")[0]
-      >>> print(example_coupling(norm, x) > 0)
-      [[ True False False]
-       [False  True False]
-       [False False  True]]
-    """
-    name = "example_coupling"
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name}: x must be of a float dtype, to differentiate by; got {x.dtype}.")
-    y = jax.eval_shape(fn, x)
-    if not isinstance(y, jax.ShapeDtypeStruct):
-        raise TypeError(f"{name}: fn must return one array; got {kind_of(y)}. Write lambda x: fn(x)[0], say.")
-    if not jnp.issubdtype(y.dtype, jnp.inexact):
-        raise TypeError(f"{name}: fn(x) must be of a float dtype, to differentiate; got {y.dtype}.")
-    for what, shape in (("x", x.shape), ("fn(x)", y.shape)):
-        if not -len(shape) <= example_axis < len(shape):
-            raise ValueError(f"{name}: {what} has shape {shape}, which has no axis example_axis={example_axis}.")
-    size, found = x.shape[example_axis], y.shape[example_axis]
-    if size != found:
-        raise ValueError(f"{name}: x has {size} examples along axis {example_axis}, but fn(x) has {found}.")
-    rest = tuple(axis for axis in range(x.ndim) if axis != example_axis % x.ndim)
-    beside = tuple(axis for axis in range(len(y.shape)) if axis != example_axis % len(y.shape))
-
-    def coupling(x):
-        _, pullback = jax.vjp(fn, x)
-        real, imaginary = np.random.default_rng(0).normal(size=(2, PROBES, *y.shape))
-        probes = jnp.asarray(real + 1j * imaginary if jnp.iscomplexobj(y) else real, y.dtype)
-
-        def row(own):
-            def strength(probe):
-                (dx,) = pullback(jnp.where(jnp.expand_dims(own, beside), probe, 0))
-                return jnp.sum(jnp.square(dx.astype(_wide(dx.dtype))), rest)
-
-            return jnp.sqrt(jnp.mean(lax.map(strength, probes), 0))
-
-        return lax.map(row, jnp.eye(size, dtype=bool))
-
-    return jax.jit(coupling)(x)
-
-
-def assert_uncoupled(fn: Callable[[Any], Any], x, *, example_axis: int = 0) -> None:
-    """Returns nothing where no example of fn(x) depends on another one of x; for users' own tests.
-
-    Args:
-      fn: as for `example_coupling`.
-      x: float array; random values, so that no derivative is 0 by chance.
-      example_axis: which axis of both holds the examples.
-
-    Raises:
-      AssertionError: names the first pair that couples, and how many do.
-      ValueError, TypeError: as `example_coupling`.
-
-    Example:
-      >>> import normjax as nj
-      >>> norm = lambda x: nj.batch_norm(x, layout="N C", axis_names="N", train=True)[0]
-      >>> assert_uncoupled(norm, jnp.array([[1.0], [2.0], [4.0]]))
-      Traceback (most recent call last):
-          ...
-      AssertionError: output 0 depends on input 1 (strength 0.31 beside 0.21 on its own); 6 of 6 pairs couple.
-    """
-    coupling = np.asarray(example_coupling(fn, x, example_axis=example_axis))
-    pairs = [(int(i), int(j)) for i, j in zip(*np.nonzero(coupling != 0), strict=True) if i != j]
-    if pairs:
-        (i, j), size = pairs[0], len(coupling)
-        raise AssertionError(
-            f"output {i} depends on input {j} (strength {coupling[i, j]:.2g} beside {coupling[i, i]:.2g} on its own); "
-            f"{len(pairs)} of {size * (size - 1)} pairs couple."
+    params, batch = _varying_as(losses, params, batch)
+    value, pullback = jax.vjp(lambda params: losses(params, batch), params)
+    effects = jax.make_jaxpr(pullback)(value).effects
+    across = sorted(str(effect.name) for effect in effects if hasattr(effect, "name"))  # collectives leave one
+    if across:
+        raise ValueError(
+            f"{fn}: losses_fn meets other devices over {quote(across)}, as synchronised batch norm does. There every "
+            "device would ask for a row of its own at the same time, and get the sum of all that were asked for. Call "
+            "coupled_grads outside, with shard_map inside losses_fn; or under jit over sharded arrays, without a name."
         )
 
+    def row(chosen):
+        cotangent = placed_as(jax.typeof(value), chosen.astype(value.dtype))
+        return pullback(vary_alike((value, cotangent))[1])[0]
 
-def plot_coupling(coupling, *, ax=None, title: str = "", limits: tuple[float, float] | None = None):
-    """Returns the axes with a picture of `example_coupling`, on a logarithmic scale; a white cell is exactly 0.
+    return jax.vmap(row)(jnp.eye(len(value), dtype=bool))
 
-    Args:
-      coupling: array (N, N).
-      ax: axes of matplotlib; None makes a figure with a colour bar.
-      title: of the picture.
-      limits: log₁₀ of the smallest and the largest strength shown, so that pictures compare; None: those found.
 
-    Raises:
-      ModuleNotFoundError: matplotlib is missing.
+def _varying_as(losses: Callable, params, batch):
+    """Params and batch, made to vary over every axis of a checked shard_map that the losses vary over.
+
+    A loss may get such data by closure, and the gradient by parameters that do not vary is summed over the devices.
     """
-    require("per_example.plot_coupling", "lab", "matplotlib")
-    from matplotlib import pyplot, ticker
-
-    strength = np.asarray(coupling)
-    logs = np.where(strength > 0, np.log10(np.where(strength > 0, strength, 1)), np.nan)
-    low, high = limits if limits else (None, None)
-    alone = ax is None
-    ax = pyplot.subplots(figsize=(4.2, 3.4), layout="constrained")[1] if alone else ax
-    image = ax.imshow(logs, vmin=low, vmax=high)
-    if alone:
-        ax.figure.colorbar(image, ax=ax, label="log₁₀ size of ∂ output i / ∂ input j")
-    ax.set(title=title, xlabel="input j", ylabel="output i")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(ticker.MaxNLocator(integer=True))
-    return ax
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return params, batch
+    params, batch = vary_alike((params, batch))
+    return vary_alike((params, batch), varying(jax.eval_shape(losses, params, batch)))
 
 
-def _each_gradient(fn: str, loss_fn, params):
-    """f(*batch) → the gradient of each example's loss, stacked."""
+def _loss(fn: str, what: str, function: Callable, *args) -> jax.Array:
+    """What a loss function returns, as an array; raises TypeError unless it is one of real floats."""
+    value = call(fn, what, function, *args)
+    if not isinstance(value, (float, jax.Array, np.ndarray, np.generic)):
+        raise TypeError(
+            f"{fn}: {what} must return {'an array of losses' if what == 'losses_fn' else 'a real scalar'}; got "
+            f"{kind_of(value)}. Where it returns more, take the loss alone: lambda *args: loss(*args)[0]."
+        )
+    if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        raise TypeError(f"{fn}: {what} must return real numbers to differentiate; got {jnp.result_type(value)}.")
+    return jnp.asarray(value)
+
+
+def _each_gradient(fn: str, loss_fn, params, batch):
+    """f(*batch) → the gradient of each example's loss, stacked; and params and batch as it takes them."""
 
     def loss(params, example):
-        value = loss_fn(params, *example)
-        shape = getattr(value, "shape", ())
-        if shape != ():
+        value = _loss(fn, "loss_fn", loss_fn, params, *example)
+        if value.shape != ():
             raise ValueError(
-                f"{fn}: loss_fn must return a scalar for one example; got shape {shape}. Sum it, or take [0] of a loss "
-                "that has an axis of one example."
+                f"{fn}: loss_fn must return a scalar for one example; got shape {value.shape}. Sum it, or take [0] of "
+                "a loss that has an axis of one example."
             )
         return value
 
-    each = jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name=EXAMPLE)
-    return lambda *batch: each(params, batch)
+    def each(function):
+        mapped = jax.vmap(function, in_axes=(None, 0), axis_name=EXAMPLE)
+        return jax.vmap(mapped, in_axes=None, out_axes=None, axis_name=ALONE, axis_size=1)  # maps nothing
+
+    params, batch = _varying_as(each(loss), params, batch)
+    return lambda *batch: each(jax.grad(loss))(params, batch), params, batch
 
 
 def _examples(fn: str, batch) -> int:
@@ -319,9 +244,30 @@ def _examples(fn: str, batch) -> int:
     return shapes[0][0]
 
 
-def _chunk(fn: str, chunk_size, size: int) -> int:
+def _bound(fn: str, l2_norm):
+    """The bound as a number for JAX, which has none for an int beyond its own."""
+    if not is_real_scalar(l2_norm):
+        raise TypeError(f"{fn}: l2_norm must be one real number; got {kind_of(l2_norm)}.")
+    if isinstance(l2_norm, Tracer):
+        return l2_norm
+    try:
+        known = float(l2_norm)
+    except OverflowError:
+        known = math.inf if l2_norm > 0 else -math.inf
+    if not known > 0:
+        raise ValueError(f"{fn}: l2_norm={l2_norm!r} must be above 0; it is the most one gradient may measure.")
+    return known if isinstance(l2_norm, int) else l2_norm
+
+
+def _chunk(fn: str, chunk_size, size: int, arrays) -> int:
+    """How many of `size` examples a chunk has."""
     if chunk_size is None:
         return size
+    if isinstance(chunk_size, Tracer):
+        raise TypeError(
+            f"{fn}: chunk_size is traced, but it chooses the program: keep it out of jit's arguments, or make it "
+            'static with jax.jit(f, static_argnames="chunk_size").'
+        )
     no_number = TypeError(f"{fn}: chunk_size must be an int or None; got {kind_of(chunk_size)}.")
     if isinstance(chunk_size, bool):
         raise no_number
@@ -332,6 +278,12 @@ def _chunk(fn: str, chunk_size, size: int) -> int:
     if chunk < 1:
         raise ValueError(
             f"{fn}: chunk_size={chunk_size!r} must be at least 1: so many examples are differentiated at once."
+        )
+    if chunk < size and any(map(sharded_axes, jax.tree.leaves(arrays))):
+        raise ValueError(
+            f"{fn}: chunk_size={chunk} cuts a batch of {size}, but an Explicit mesh shards arrays of params or batch, "
+            "which JAX does not cut and join. Take chunks inside jax.shard_map, where each device has "
+            "its own examples; take an Auto mesh; jax.sharding.reshard to P() first; or leave chunk_size out."
         )
     return min(chunk, size)
 
@@ -344,6 +296,8 @@ def _over_chunks(gradients, batch, size: int, chunk: int, take, carry):
     """
     if size == 0:
         return carry
+    if chunk == size:
+        return take(carry, 0, True, gradients(*batch))
 
     def step(carry, first):
         start = jnp.minimum(first, size - chunk)
@@ -355,22 +309,24 @@ def _over_chunks(gradients, batch, size: int, chunk: int, take, carry):
 
 
 def _shortening(gradients, l2_norm):
-    """min(1, l2_norm / norm) of every example, over all leaves; scaled, so that no square overflows."""
-    leaves = [jnp.abs(leaf.astype(_wide(leaf.dtype))) for leaf in jax.tree.leaves(gradients)]
+    """min(1, l2_norm / norm) of every example, over all leaves."""
+    leaves = jax.tree.leaves(gradients)
     if not leaves:
         return jnp.ones(())
-    rows = [jnp.reshape(leaf, (len(leaf), -1)) for leaf in leaves]
-    largest = jnp.max(jnp.stack([jnp.max(row, 1, initial=0) for row in rows]), 0)
-    # The reciprocal of a number near the greatest would be flushed to 0.
-    unit = jnp.where(largest == 0, 1, jnp.minimum(largest, float(jnp.finfo(largest.dtype).max) ** 0.75))
-    norm, most = jnp.sqrt(sum(jnp.sum(jnp.square(row / unit[:, None]), 1) for row in rows)), l2_norm / unit
-    return jnp.where(norm <= most, 1, most / norm)  # NaN where either is
+    unit, norm = lengths(leaves)
+    if isinstance(l2_norm, float):  # NumPy warns where a number is beyond the dtype
+        l2_norm = min(l2_norm, float(jnp.finfo(unit.dtype).max))
+    most = l2_norm / unit
+    short = norm <= most
+    return jnp.where(short, 1, most / jnp.where(short, 1, norm))  # NaN where either is
 
 
 def _weighted(share, leaf, dtype):
     """Σ share · leaf over the examples."""
-    wide = leaf.astype(dtype)
-    return jnp.tensordot(share.astype(dtype), wide, 1, precision=lax.Precision.HIGHEST)
+    wide, share = leaf.astype(dtype), share.astype(dtype)
+    if sharded_axes(leaf):  # where the mesh is Explicit, JAX would ask how the product is to be sharded
+        return jnp.sum(jnp.expand_dims(share, range(1, leaf.ndim)) * wide, 0)
+    return jnp.tensordot(share, wide, 1, precision=lax.Precision.HIGHEST)
 
 
 def _wide(dtype):

@@ -80,6 +80,16 @@ def test_examples_may_lie_along_another_axis(axis, rng):
     np.testing.assert_array_equal(per_example.example_coupling(norm, x, example_axis=axis) > 0, PAIRS)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_couplings_whose_squares_float32_does_not_hold_are_seen(size, rng):
+    x = jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)
+    one, scaled = (per_example.example_coupling(lambda x: s * jnp.roll(x, 1, 0), x) for s in (1, size))  # noqa: B023
+    np.testing.assert_allclose(scaled, size * one, rtol=1e-5)
+    assert np.count_nonzero(scaled) == 4
+    with pytest.raises(AssertionError, match=r"output 0 depends on input 3"):
+        per_example.assert_uncoupled(lambda x: size * jnp.roll(x, 1, 0), x)
+
+
 def test_a_mask_uncouples_the_examples_it_excludes(rng):
     where = jnp.arange(N)[:, None] != 2
     norm = lambda x: nj.batch_norm(x, layout="N C", axis_names="N", train=True, where=where)[0]  # noqa: E731
@@ -107,6 +117,12 @@ BAD = [
     (lambda x: (x, x), jnp.ones(3), 0, TypeError, "fn must return one array; got tuple"),
     (lambda x: x.sum(), jnp.ones(3), 0, ValueError, "fn(x) has shape (), which has no axis example_axis=0"),
     (lambda x: x, jnp.ones(3), 1, ValueError, "x has shape (3,), which has no axis example_axis=1"),
+    (lambda x: x, jnp.ones(3), -2, ValueError, "x has shape (3,), which has no axis example_axis=-2"),
+    (lambda x: x, jnp.ones(3), True, TypeError, "example_axis must be an int, the axis of examples; got True"),
+    (lambda x: x, jnp.ones(3), 0.0, TypeError, "example_axis must be an int, the axis of examples; got 0.0"),
+    (lambda x: x, jnp.ones(3), None, TypeError, "example_axis must be an int, the axis of examples; got None"),
+    (lambda x: x["a"], {"a": jnp.ones(3)}, 0, TypeError, "x must be an array of numbers, not dict"),
+    (lambda x: x, "abc", 0, TypeError, "x must be an array of numbers, not str: 'abc'"),
     (lambda x: x[1:], jnp.ones(3), 0, ValueError, "x has 3 examples along axis 0, but fn(x) has 2"),
 ]
 
@@ -128,3 +144,21 @@ def test_the_picture_has_its_labels_and_white_cells_where_nothing_couples():
     assert ax.images[0].get_clim() == (-1, 3)
     assert len(ax.figure.axes) == 2
     pyplot.close(ax.figure)
+
+
+@pytest.mark.parametrize("limits", [(-3, 1), [-3, 1.0], np.array([-3, 1])], ids=str)
+def test_limits_may_be_any_two_numbers(limits):
+    ax = per_example.plot_coupling(np.eye(2), limits=limits)
+    assert ax.images[0].get_clim() == (-3, 1)
+    pyplot.close(ax.figure)
+
+
+@pytest.mark.parametrize("limits", [(1, -3), (0, 0), (0,), 3, "ab", (0, np.nan), np.ones(3)], ids=str)
+def test_limits_that_are_no_two_numbers_are_refused(limits):
+    with pytest.raises(ValueError, match=r"^plot_coupling: limits=.* must be two finite numbers, the smaller first"):
+        per_example.plot_coupling(np.eye(2), limits=limits)
+
+
+def test_a_picture_is_of_an_array_with_two_axes():
+    with pytest.raises(ValueError, match=r"^plot_coupling: coupling must be an array \(N, N\).* got shape \(3,\)"):
+        per_example.plot_coupling(np.ones(3))

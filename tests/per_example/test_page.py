@@ -59,3 +59,9 @@ def test_coupled_rows_add_up_to_the_batch_gradient(names):
 def test_ghosts_of_four_are_two_blocks(names):
     np.testing.assert_array_equal(names["coupling"] > 0, np.kron(np.eye(2), np.ones((4, 4))))
     assert names["picture"].get_title() == "ghost batches of 4"
+
+
+def test_the_tangent_is_that_of_the_formula(names):
+    x, ones = names["x"], np.ones_like(names["x"])
+    _, wanted = jax.jvp(lambda x: names["logits"](x, "autodiff"), (x,), (ones,))
+    np.testing.assert_allclose(names["tangent"], wanted, rtol=1e-4, atol=1e-5)
