@@ -164,6 +164,42 @@ def test_a_row_of_the_mode_table_is_what_happens(train, use_batch_stats, what, s
     assert int(new.count) == (state == "updated")
 
 
+def said_by_jax(call, kind) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value).split("\n")[0].rstrip(".")
+
+
+@pytest.mark.parametrize("run", [lambda f, x: f(x), lambda f, x: jax.jit(f).lower(x)], ids=["eager", "jit"])
+@pytest.mark.parametrize("page", ["README.md", "docs/per_example.md"])
+def test_a_page_has_what_jax_says_where_forward_mode_needs_a_word(page, run):
+    text, x = " ".join((ROOT / page).read_text().split()), jnp.ones((4, 3))
+
+    def tangent(x, derivative):
+        norm = lambda x: jnp.sum(nj.layer_norm(x, layout="N D", axis_names="D", derivative=derivative)[0] ** 3)  # noqa: E731
+        return jax.jvp(norm, (x,), (x,))[1]
+
+    for take, kind in ((tangent, TypeError), (jax.grad(tangent), NotImplementedError)):
+        said = said_by_jax(lambda: run(lambda x: take(x, "vjp"), x), kind)  # noqa: B023
+        assert f'"{said}"' in text
+        run(lambda x: take(x, "jvp"), x)  # noqa: B023
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (256, 256)], ids=str)
+def test_the_readme_has_what_jax_says_of_a_pullback_transposed_and_both_ways_out_work(shape):
+    x = jnp.ones(shape)
+
+    def tangent(x, derivative, by):
+        norm = lambda x: nj.layer_norm(x, layout="N D", axis_names="D", derivative=derivative)[0]  # noqa: E731
+        pullback = jax.vjp(norm, x)[1]
+        return jax.linear_transpose(pullback, x)((x,)) if by == "transpose" else jax.vjp(pullback, x)[1]((x,))
+
+    said = said_by_jax(lambda: jax.eval_shape(lambda x: tangent(x, "vjp", "transpose"), x), NotImplementedError)
+    assert f'("{said}")' in " ".join(README.split())
+    for derivative, by in (("jvp", "transpose"), ("vjp", "vjp")):
+        assert jax.eval_shape(lambda x: tangent(x, derivative, by), x)[0].shape == shape  # noqa: B023
+
+
 def test_every_name_of_normjax_that_the_readme_uses_exists():
     for name in set(re.findall(r"\bnj\.(\w+)", README)):
         assert hasattr(nj, name), name

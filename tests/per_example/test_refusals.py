@@ -180,7 +180,9 @@ def test_a_traced_norm_to_clip_to_is_one_number_too():
         jax.jit(lambda most: per_example.clipped_grad(lambda w, x: w * x, 1.0, jnp.ones(3), l2_norm=most))(jnp.ones(3))
 
 
-@pytest.mark.parametrize("l2_norm", [10**40, 10**400, np.inf, np.float64(1e40)])
+@pytest.mark.parametrize(
+    "l2_norm", [10**40, 10**400, np.inf, np.float64(1e40)], ids=["10**40", "10**400", "inf", "1e40"]
+)
 def test_a_bound_beyond_every_gradient_clips_none(l2_norm):
     got = per_example.clipped_grad(lambda w, x: w * x, jnp.float32(1), jnp.array([1e30, 0.0]), l2_norm=l2_norm)
     np.testing.assert_allclose(got, 1e30, rtol=1e-6)
