@@ -192,20 +192,17 @@ def _batch_norm(
 
 
 def _refuse_single_examples(spec: Spec, params, state) -> None:
-    """Raises ValueError where batch statistics would be those of one example, under `per_example_grads`.
-
-    Where the caller has an axis of that name, only where a group is one entry; it may number anything.
-    """
+    """Raises ValueError where batch statistics would be those of one example, as under `per_example_grads`."""
     if _mapped.EXAMPLE in spec.mapped or not _mapped.is_bound(_mapped.EXAMPLE):
         return
-    if _keeps_the_example(spec, params, state) if _mapped.is_bound(_mapped.ALONE) else spec.group_size != 1:
+    if _keeps_the_example(spec, params, state):
         return
     raise ValueError(
-        f"{spec.fn}: per_example_grads and clipped_grad take each example alone, so that by its batch statistics every "
-        "example would be a batch of one. Use the running statistics (train=False; in the modules "
-        "use_running_average=True); statistics of reference examples (y, _ = normalize(x, params, moments=...)); "
-        "normjax.per_example.coupled_grads, which differentiates each loss in the whole batch (and is not private); or "
-        "a norm that does not pool examples: layer, group, instance or RMS norm."
+        f"{spec.fn}: the mapped axis 'example' (of per_example_grads and clipped_grad) has each example alone, so that "
+        "by batch statistics every example would be a batch of one. Use the running statistics (train=False; in the "
+        "modules use_running_average=True); statistics of reference examples (y, _ = normalize(x, params, "
+        "moments=...)); normjax.per_example.coupled_grads, which differentiates each loss in the whole batch (and is "
+        "not private); or a norm that does not pool examples: layer, group, instance or RMS norm."
     )
 
 

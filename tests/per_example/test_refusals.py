@@ -67,18 +67,13 @@ def test_an_axis_of_that_name_of_the_caller_s_own_may_be_pooled():
     np.testing.assert_allclose(got, whole, rtol=1e-5, atol=1e-6)
 
 
-def test_an_axis_of_that_name_of_the_caller_s_own_may_number_whole_batches(rng):
-    x = jnp.asarray(rng.normal(size=(3, 4, CHANNELS)), jnp.float32)
-    norm = lambda x: nj.batch_norm(x, None, STATE, layout="N C", axis_names="N", train=True)[0]  # noqa: E731
-    got = jax.vmap(norm, axis_name="example")(x)
-    np.testing.assert_allclose(got, jnp.stack([norm(part) for part in x]), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.case(55)
-def test_an_axis_of_that_name_of_the_caller_s_own_may_not_make_batches_of_one():
-    norm = lambda x: nj.batch_norm(x[None], layout="N C", axis_names="N", train=True)[0]  # noqa: E731
-    with pytest.raises(ValueError, match=r"^batch_norm: per_example_grads and clipped_grad take each example alone"):
-        jax.vmap(norm, axis_name="example")(jnp.ones((3, CHANNELS)))
+@pytest.mark.parametrize("layout", ["N C", "S C", "S H C"])
+def test_an_axis_of_that_name_of_the_caller_s_own_is_refused_alike_if_it_is_not_pooled(layout):
+    norm = lambda x: nj.batch_norm(x, layout=layout, axis_names=layout[:-2], train=True)[0]  # noqa: E731
+    shape = {"N": 1, "S": 5, "H": 2, "C": CHANNELS}
+    with pytest.raises(ValueError, match=r"^batch_norm: the mapped axis 'example' \(of per_example_grads and clipped"):
+        jax.vmap(norm, axis_name="example")(jnp.ones((3, *(shape[name] for name in layout.split()))))
 
 
 def tracked(layout, axis_names):
