@@ -16,6 +16,7 @@ The rooms:
   _pytree.py       what the three pytrees share
   convert.py       checkpoints of PyTorch and Flax, there and back
   per_example.py   one gradient for each example, and which examples couple
+  recalibrate.py   population statistics over a data set; _stats_tree.py finds a norm's in any framework's tree
   linen.py         Flax linen's norms, by the core
   nnx.py           Flax nnx's norms, too; also _nnx_batch.py (batch norm), _nnx_replace.py and _nnx_swap.py (`replace`)
   _flax.py         Flax's arguments in the core's words, for both; the axes in _flax_axes.py
