@@ -13,10 +13,13 @@ from typing import Any, NoReturn
 
 from normjax import __version__
 
-_COMMANDS = {"train": "train a small classifier of real images with a norm of your choice"}
+_COMMANDS = {
+    "train": "train a small classifier of real images with a norm of your choice",
+    "recalibrate": "estimate a finished run's running statistics anew over its training images",
+}
 # Of the commands, those on a finished run: each a module with `DESCRIPTION` and `run(finished) -> status`, or
 # `run(finished, out) -> status` where it writes a folder.
-_AFTER_TRAINING: dict[str, str] = {}
+_AFTER_TRAINING = {"recalibrate": "normjax.lab.recalibrate"}
 
 
 class _UsageError(Exception):
@@ -82,7 +85,7 @@ def _complain(message: str, status: int) -> int:
 
 
 def _top_parser() -> argparse.ArgumentParser:
-    commands = "\n".join(f"  {name:<8} {what}" for name, what in _COMMANDS.items())
+    commands = "\n".join(f"  {name:<12} {what}" for name, what in _COMMANDS.items())
     parser = _Parser(
         prog="normjax",
         description="Normalisation layers for JAX in which the caller names the axes that share a mean.",

@@ -112,8 +112,11 @@ def summary_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
 
 def print_summary(record: dict[str, Any], held_out: int, console: Console | None = None) -> None:
     """The accuracies on the held-out images, and the gap between the two ways to evaluate."""
-    title = f"{held_out} held-out images after {record['step']} steps"
-    rows = summary_rows(record)
+    print_table(f"{held_out} held-out images after {record['step']} steps", summary_rows(record), console)
+
+
+def print_table(title: str, rows: list[tuple[str, str]], console: Console | None = None) -> None:
+    """Labels and values below a title; without a terminal in plain lines."""
     console = console or Console()
     if not console.is_terminal:
         width = max(len(label) for label, _ in rows)
