@@ -33,3 +33,7 @@ assert program.returncode == 2, program
 assert 'pip install "normjax[lab]"' in program.stderr, program.stderr
 assert len(program.stderr.splitlines()) == 1, program.stderr
 print("program:", program.stderr.strip())
+
+program = subprocess.run([sys.executable, "-m", "normjax", "check"], capture_output=True, text=True)
+print(program.stdout, program.stderr)
+assert program.returncode == 0, program

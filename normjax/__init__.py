@@ -21,7 +21,8 @@ The rooms:
   nnx.py           Flax nnx's norms, too; also _nnx_batch.py (batch norm), _nnx_replace.py and _nnx_swap.py (`replace`)
   _flax.py         Flax's arguments in the core's words, for both; the axes in _flax_axes.py
   reference.py     the textbook in NumPy float64, to test against
-  lab/, cli.py     `normjax train`
+  _check.py        `normjax check`: every norm on the devices that are here, against the reference
+  lab/, cli.py     `normjax train` and what comes after it
 """
 
 from normjax._axes import describe

@@ -15,6 +15,7 @@ from normjax import __version__
 
 _COMMANDS = {
     "train": "train a small classifier of real images with a norm of your choice",
+    "check": "hold every norm against float64 on the devices and versions that are here",
     "recalibrate": "estimate a finished run's running statistics anew over its training images",
 }
 # Of the commands, those on a finished run: each a module with `DESCRIPTION` and `run(finished) -> status`, or
@@ -60,7 +61,9 @@ def _command(arguments: list[str]) -> int:
     try:
         if arguments and arguments[0] in _COMMANDS:
             name, rest = arguments[0], arguments[1:]
-            return _after_training(name, rest) if name in _AFTER_TRAINING else _train(rest)
+            if name in _AFTER_TRAINING:
+                return _after_training(name, rest)
+            return _check(rest) if name == "check" else _train(rest)
         _top_parser().parse_args(arguments)
     except SystemExit as done:  # argparse's way to end --help and --version
         return int(done.code or 0)
@@ -127,6 +130,21 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _check(arguments: list[str]) -> int:
+    """`normjax check`, which needs no extra."""
+    parser = _Parser(
+        prog="normjax check",
+        description="Hold every norm, in each dtype, against NumPy float64 on this machine: values, gradients by three "
+        "rules, and the collectives of synchronising over its devices. Exits 1 where an error is beyond rounding.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON with all numbers in the place of the table")
+    options = parser.parse_args(arguments)
+    from normjax import _check
+
+    return _check.run(as_json=options.json)
 
 
 def _after_training(name: str, arguments: list[str]) -> int:

@@ -25,8 +25,8 @@ def run(run: Finished, out: Path) -> int:
     config, images = run.config, run.digits.train.images
     if not config.norm.keeps_statistics:
         raise UserError(
-            f"run folder {run.path}: norm.family is {config.norm.family}, which keeps no running statistics to estimate "
-            "anew; give a run with batch norm"
+            f"run folder {run.path}: norm.family is {config.norm.family}, which keeps no running statistics to "
+            "estimate anew; give a run with batch norm"
         )
     # Any weight but 0 will do, and the variance as it is merged.
     norm = dataclasses.replace(config.norm, new_weight=0.5, unbiased=False)

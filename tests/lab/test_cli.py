@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 
 
 BAD_INPUT = {
-    "": "which command? One of: train, recalibrate; normjax --help says more",
+    "": "which command? One of: train, check, recalibrate; normjax --help says more",
     "tain digits": "argument COMMAND: invalid choice: 'tain' (choose from",
     "--verbose": "unrecognized arguments: --verbose",
     "train": "give a preset (digits, digits-group, ",
@@ -95,6 +95,8 @@ BAD_INPUT = {
     "train --resume taken": "run folder taken: has no config.toml, so it is none; give the one that --out",
     "train --resume old": "run folder old: holds no checkpoint yet; start anew: normjax train old/config.toml",
     "train --resume old --seed 1": "run folder old: the config differs: seed is 1 here and 0 in the run; leave that",
+    "check --jason": "unrecognized arguments: --jason",
+    "check digits": "unrecognized arguments: digits",
     "recalibrate": "the following arguments are required: RUN, --out",
     "recalibrate old": "the following arguments are required: --out",
     "recalibrate absent --out new": "run folder absent: there is none; give the folder that --out named",

@@ -47,7 +47,7 @@ def test_a_norm_without_running_statistics_is_refused_in_one_line(tmp_path, caps
     capsys.readouterr()
     assert main(["recalibrate", str(run), "--out", str(out)]) == 2
     assert capsys.readouterr().err == (
-        f"normjax: error: run folder {run}: norm.family is none, which keeps no running statistics to estimate anew; give "
-        "a run with batch norm\n"
+        f"normjax: error: run folder {run}: norm.family is none, which keeps no running statistics to estimate anew; "
+        "give a run with batch norm\n"
     )
     assert not out.exists()
