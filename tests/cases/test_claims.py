@@ -32,6 +32,7 @@ SECTIONS = {
     "flax.transforms": {51, 52, 54, 55, 56, 57, 61, 62, 65},
     "flax.state": {75, 76, 78, 79, 80, 86},
     "per_example.gradients": {55},
+    "recalibrate.recalibrate": {80},
     "benchmarks.perf": {101, 102, 103, 104, 105, 106},
 }
 

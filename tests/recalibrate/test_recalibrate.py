@@ -3,6 +3,7 @@
 import io
 import sys
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +67,43 @@ def test_the_two_ways_differ_after_the_first_norm_and_agree_on_one_batch(rng):
         apart = [float(np.max(np.abs(one[name].var / by_layer[name].var - 1))) for name in LAYERS]
         assert apart[0] == 0
         assert all((gap > 1e-3) == (len(several) > 1) for gap in apart[1:])
+
+
+def norm_of_linen():
+    norm = flax.linen.BatchNorm(use_running_average=False)
+    variables = norm.init(jax.random.key(0), jnp.zeros((1, 1)))
+
+    def step(stats, x):
+        return norm.apply({**variables, "batch_stats": stats}, x, mutable=["batch_stats"])[1]["batch_stats"]
+
+    return quick_jit(step), variables["batch_stats"], lambda stats, name: stats[name]
+
+
+def norm_of_nnx():
+    graph, params, stats = nnx.split(nnx.BatchNorm(1, rngs=nnx.Rngs(0)), nnx.Param, ...)
+
+    def step(stats, x):
+        norm = nnx.merge(graph, params, stats, copy=True)
+        norm(x)
+        return nnx.state(norm, nnx.BatchStat)
+
+    return quick_jit(step), stats, lambda stats, name: stats[name][...]
+
+
+def norm_of_ours():
+    return single(), nj.BatchStats.init(C=1), getattr
+
+
+@pytest.mark.case(80)
+@pytest.mark.parametrize("norm", [norm_of_ours, norm_of_linen, norm_of_nnx], ids=["ours", "linen", "nnx"])
+def test_batches_of_0_3_and_6_6_have_mean_3_75_and_variance_6_1875(norm):
+    step, stats, read = norm()
+    batches = [np.array(batch, np.float32)[:, None] for batch in ([0], [3], [6, 6])]
+    before = copies(stats)
+    found = recalibrate(step, stats, batches)
+    np.testing.assert_allclose(read(found, "mean"), [3.75], rtol=1e-6)
+    np.testing.assert_allclose(read(found, "var"), [6.1875], rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, copies(stats), before)
 
 
 AVERAGES = {
