@@ -54,6 +54,8 @@ class StatsTree(NamedTuple):
             norms.append(Norm("/".join(path[:at]) or "stats", mean, var, count, weight))
             for i in (mean, var):
                 _check_leaf("/".join(paths[i]), leaves[i])
+            for i in {mean, var, count, weight} - {None}:
+                leaves[i] = jnp.asarray(leaves[i])
         if not norms:
             raise ValueError(
                 f"{FN}: stats has no norm, which is a mean and a var side by side, of one shape; got {kind_of(stats)}. "

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import normjax as nj
 import normjax.linen
@@ -147,6 +149,23 @@ def test_float64_statistics_are_exact_to_float64(rng, x64):
     x = rng.normal([1e4, 0, 1], 1, (41, 3))
     stats = recalibrate(single(nj.Ema.flax(0.99)), nj.BatchStats.init(C=3, dtype=jnp.float64), split(x, 16, 16, 9))
     close(stats.mean, stats.var, x, 1e-11)
+
+
+def test_numpy_statistics_in_float64_are_taken_for_what_jax_computes_in(rng):
+    x = rng.normal([3, -50], [2, 7], (24, 2)).astype(np.float32)
+    given = nj.BatchStats(np.zeros(2), np.ones(2), np.int32(0), np.zeros(2, np.float32), "C")
+    stats = recalibrate(single(nj.Ema.flax(0.99)), given, split(x, 16, 8))
+    assert stats.mean.dtype == np.float32
+    close(stats.mean, stats.var, x)
+
+
+def test_synchronised_norms_have_the_rows_of_all_devices(rng):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    norm = lambda stats, x: nj.sync_batch_norm(x, None, stats, layout="N C", axis_names="N data", train=True)[1]  # noqa: E731
+    step = quick_jit(jax.shard_map(norm, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
+    x = rng.normal([3, -50], [2, 7], (40, 2)).astype(np.float32)
+    stats = recalibrate(step, nj.BatchStats.init(C=2), split(x, 16, 16, 8))
+    close(stats.mean, stats.var, x)
 
 
 def test_many_batches_lose_nothing_to_rounding(rng):
