@@ -162,9 +162,6 @@ def _finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# --- one row
-
-
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """x, cotangent, scale, bias, running mean and variance, exact in their dtypes."""

@@ -121,9 +121,6 @@ def _replaced(tree: StatsTree, found: "dict[Norm, _Population]") -> StatsTree:
     return tree
 
 
-# --- one pass
-
-
 class _Moved(NamedTuple):
     """What step made of one norm's start values, in float64; weight 1 where the average has none."""
 
@@ -247,9 +244,6 @@ def _new_weight(path: str, kept: np.ndarray, dtype) -> float:
             "compute in training does not depend on it."
         )
     return float(kind(1 - decimal))
-
-
-# --- how many entries
 
 
 class _Sizes:
