@@ -41,6 +41,7 @@ class Spec:
     ranges: tuple[tuple[Axis, int, int], ...]  # each array axis and where its expanded axes start and stop
     reduced: tuple[int, ...]  # expanded axes that axis_names pools
     mapped: tuple[str, ...]  # names that the layout does not have
+    of: str = "x"  # what errors call the array
 
     @property
     def group_size(self) -> int:
@@ -134,7 +135,7 @@ class Spec:
         for given, (name, size) in zip(array.shape, wanted, strict=True):
             if given != size:
                 raise ValueError(
-                    f"{self.fn}: {what} has shape {array.shape}, but axis '{name}' of x ({self.described}) "
+                    f"{self.fn}: {what} has shape {array.shape}, but axis '{name}' of {self.of} ({self.described}) "
                     f"has size {size}.{cure}"
                 )
         array = jnp.reshape(array, [self.expanded[i] for i in order])
@@ -207,10 +208,19 @@ def resolve(fn: str, layout: Any, axis_names: Any, shape: tuple[int, ...], only:
     return _resolve(fn, layout, parse_names(fn, axis_names), tuple(shape), None if only is None else frozenset(only))
 
 
+def name_axes(fn: str, layout: Any, shape: tuple[int, ...], of: str) -> Spec:
+    """The Spec of an array that errors call `of`, and of which nothing pools."""
+    if not isinstance(layout, str):
+        raise TypeError(f"{fn}: layout must be a string that names every axis of {of}; got {layout!r}.")
+    return _resolve(fn, layout, (), tuple(shape), None, of)
+
+
 @functools.lru_cache(maxsize=2048)
-def _resolve(fn: str, layout: str, axis_names: tuple[str, ...], shape: tuple, only: frozenset[str] | None) -> Spec:
+def _resolve(
+    fn: str, layout: str, axis_names: tuple[str, ...], shape: tuple, only: frozenset[str] | None, of: str = "x"
+) -> Spec:
     axes = parse_layout(fn, layout)
-    unnamed = _unnamed_axes(fn, layout, axes, shape)
+    unnamed = _unnamed_axes(fn, layout, axes, shape, of)
     expanded: list[int] = []
     names: list[str | None] = []
     ranges = []
@@ -221,28 +231,28 @@ def _resolve(fn: str, layout: str, axis_names: tuple[str, ...], shape: tuple, on
             expanded += [next(remaining) for _ in range(unnamed)]
             names += [None] * unnamed
         elif axis.factors and (only is None or not only.isdisjoint(name for name, _ in axis.factors)):
-            expanded += _factor_sizes(fn, layout, axis, next(remaining), shape)
+            expanded += _factor_sizes(fn, layout, axis, next(remaining), shape, of)
             names += [name for name, _ in axis.factors]
         else:
             expanded.append(next(remaining))
             names.append(axis.name)
         ranges.append((axis, start, len(expanded)))
-    spec = Spec(fn, layout, axis_names, shape, tuple(expanded), tuple(names), tuple(ranges), (), ())
+    spec = Spec(fn, layout, axis_names, shape, tuple(expanded), tuple(names), tuple(ranges), (), (), of)
     return dataclasses.replace(spec, **_reduction(spec, unnamed))
 
 
-def _unnamed_axes(fn: str, layout: str, axes: tuple[Axis, ...], shape: tuple) -> int:
+def _unnamed_axes(fn: str, layout: str, axes: tuple[Axis, ...], shape: tuple, of: str) -> int:
     named = sum(axis.name != ELLIPSIS for axis in axes)
     unnamed = len(shape) - named
     if unnamed == 0 or (unnamed > 0 and named < len(axes)):
         return unnamed
-    came = f'{fn}: layout="{layout}" names {axes_phrase(named)} but x has {count_word(len(shape))}'
+    came = f'{fn}: layout="{layout}" names {axes_phrase(named)} but {of} has {count_word(len(shape))}'
     if named == 1 and len(layout.strip()) == len(shape):
         raise ValueError(f'{came}; separate names by spaces: "{" ".join(layout.strip())}".')
     raise ValueError(f"{came} (shape {shape}); name every axis once, in order, or write ... for the others.")
 
 
-def _factor_sizes(fn: str, layout: str, axis: Axis, size: int, shape: tuple) -> list[int]:
+def _factor_sizes(fn: str, layout: str, axis: Axis, size: int, shape: tuple, of: str) -> list[int]:
     known = math.prod(factor for _, factor in axis.factors if factor is not None)
     open_ = [name for name, factor in axis.factors if factor is None]
     if size % known or (not open_ and size != known):
@@ -252,11 +262,11 @@ def _factor_sizes(fn: str, layout: str, axis: Axis, size: int, shape: tuple) -> 
             symbol = str(size) if str(size).isidentifier() else "b"
             mend = f", which {known} does not divide for every value; write the symbolic size as {known}*{symbol}."
         else:
-            mend = f", which is not {known} for every value; give x that size, or leave one factor's size out."
+            mend = f", which is not {known} for every value; give {of} that size, or leave one factor's size out."
         raise ValueError(
             f"{fn}: layout=\"{layout}\": the factors of '{axis}' multiply to {known}"
             + (f" times '{open_[0]}'" if open_ else "")
-            + f", but that axis of x has size {size} (shape {shape}){mend}"
+            + f", but that axis of {of} has size {size} (shape {shape}){mend}"
         )
     return [size // known if factor is None else factor for _, factor in axis.factors]
 

@@ -242,7 +242,7 @@ class Form(NamedTuple):
     bias: Any
 
 
-def _inverse_std(var, eps, count):
+def inverse_std(var, eps, count):
     """1/√(v+ε): 0 where v+ε is 0 or a group is empty (so that y = β), NaN where v overflowed (never a silent 0)."""
     v = var + eps
     zero = v == 0
@@ -268,7 +268,7 @@ def _lost(where, d, r):
 
 def _affine(form: Form, x, wide, stats: Statistics, scale, bias, eps, where):
     del x
-    r = _inverse_std(stats.var, eps, stats.count).astype(wide.dtype)
+    r = inverse_std(stats.var, eps, stats.count).astype(wide.dtype)
     gamma = _gamma(form, scale, wide.dtype)
 
     def finish(x_hat):
@@ -318,7 +318,7 @@ def carried(stats: Statistics, scale, bias, eps, *, zero_centered: bool) -> tupl
     those of γ, β, μ and v.
     """
     fixed, fixed_eps = lax.stop_gradient((stats, eps))
-    r = _inverse_std(fixed.var, fixed_eps, fixed.count)
+    r = inverse_std(fixed.var, fixed_eps, fixed.count)
     ratio = lax.rsqrt(1 + r * (r * ((stats.var - fixed.var) + (eps - fixed_eps))))  # r² apart, as in the backward
     factor = _gamma(Form(zero_centered, None), scale, stats.offset.dtype)
     gamma = ratio if factor is None else ratio * factor
@@ -330,7 +330,7 @@ def _affine_bwd(form: Form, saved: Any, g):
     x, stats, scale, eps, where = saved
     wide, offset = x.astype(g.dtype), stats.offset
     d, near = _centred(wide, stats.shift, offset), _centred(wide, stats.shift, None)
-    r = _inverse_std(stats.var, eps, stats.count)
+    r = inverse_std(stats.var, eps, stats.count)
     if where is not None:
         lost = _lost(where, d, r)
         d, g = jnp.where(lost, 0, d), jnp.where(lost, 0, g)
@@ -363,7 +363,7 @@ def _affine_jvp(form: Form, primals, tangents):
     @partial(jax.checkpoint, prevent_cse=False)  # a barrier would store g in the statistics' dtype
     def tangent(x, stats, scale, eps, where, d_wide, d_stats, d_scale, d_bias, d_eps):
         d = _centred(x.astype(d_wide.dtype), stats.shift, stats.offset)
-        r = _inverse_std(stats.var, eps, stats.count)
+        r = inverse_std(stats.var, eps, stats.count)
         lost = None if where is None else _lost(where, d, r)
         x_hat = (d if lost is None else jnp.where(lost, 0, d)) * r
         d = r * _centred(d_wide, d_stats.shift, d_stats.offset) - x_hat * (0.5 * (r * (r * (d_stats.var + d_eps))))

@@ -159,18 +159,18 @@ def _check_precision(fn: str, what: str, dtype) -> None:
 _MADE_BY = 'Start from BatchStats.init(C=64), or wrap arrays as BatchStats(mean, var, count, weight, names="C").'
 
 
-def check_state(fn: str, state) -> BatchStats:
+def check_state(fn: str, state, what: str = "state") -> BatchStats:
     """The state with array leaves; raises unless it is a `BatchStats` of float32 or more of one shape."""
     if not isinstance(state, BatchStats):
         pair = isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], BatchStats)
         raise TypeError(
-            f"{fn}: state must be a normjax.BatchStats; got {kind_of(state)}. "
+            f"{fn}: {what} must be a normjax.BatchStats; got {kind_of(state)}. "
             + ("It is what a norm returns, y and the state: pass the second." if pair else _MADE_BY)
         )
-    state = with_arrays(fn, "state", state)
+    state = with_arrays(fn, what, state)
     for name in ("mean", "var", "weight"):
-        _check_precision(fn, f"state.{name}", getattr(state, name).dtype)
-    check_one_shape(fn, "state", state, "mean", "var", "weight")
+        _check_precision(fn, f"{what}.{name}", getattr(state, name).dtype)
+    check_one_shape(fn, what, state, "mean", "var", "weight")
     return state
 
 
