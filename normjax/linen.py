@@ -28,9 +28,10 @@ from flax import linen as nn  # noqa: E402
 from flax.typing import Axes, Dtype, Initializer  # noqa: E402
 
 from normjax import _flax, _flax_axes  # noqa: E402
+from normjax._linen_fold import fold  # noqa: E402
 from normjax._running import Cumulative, Ema  # noqa: E402
 
-__all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
+__all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm", "fold"]
 
 
 def _scale(module: Any, axes: _flax_axes.Axes):

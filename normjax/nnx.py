@@ -32,18 +32,21 @@ from flax.typing import Axes, Dtype, Initializer, PromoteDtypeFn  # noqa: E402
 
 from normjax import _flax_axes  # noqa: E402
 from normjax._nnx_batch import BatchCount, BatchNorm, Norm  # noqa: E402
+from normjax._nnx_fold import FoldedBatchNorm, fold  # noqa: E402
 from normjax._nnx_replace import replace  # noqa: E402
 from normjax._nnx_swap import FrozenBatchNorm, FrozenParam  # noqa: E402
 
 __all__ = [
     "BatchCount",
     "BatchNorm",
+    "FoldedBatchNorm",
     "FrozenBatchNorm",
     "FrozenParam",
     "GroupNorm",
     "InstanceNorm",
     "LayerNorm",
     "RMSNorm",
+    "fold",
     "replace",
 ]
 

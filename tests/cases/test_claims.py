@@ -33,6 +33,7 @@ SECTIONS = {
     "flax.state": {75, 76, 78, 79, 80, 86},
     "per_example.gradients": {55},
     "recalibrate.recalibrate": {80},
+    "fold.cases": {88, 89, 90, 91, 94},
     "benchmarks.perf": {101, 102, 103, 104, 105, 106},
 }
 
