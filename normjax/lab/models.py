@@ -202,7 +202,7 @@ class Classifier(nnx.Module):
         return self.head(jnp.reshape(x, (x.shape[0], -1))), before_norm
 
 
-def _classifier(config: Config) -> Classifier:
+def classifier(config: Config) -> Classifier:
     """With random parameters from the config's seed."""
     # These keys compile several times faster on a CPU than the default ones.
     return Classifier(config.model, config.norm, rngs=nnx.Rngs(jax.random.key(config.seed, impl="rbg")))
@@ -212,10 +212,10 @@ def _nnx_network(config: Config) -> Network:
     """The kinds "pure" and "nnx"."""
 
     def init() -> tuple[nnx.State, nnx.State]:
-        _, params, stats = nnx.split(_classifier(config), nnx.Param, ...)
+        _, params, stats = nnx.split(classifier(config), nnx.Param, ...)
         return params, stats
 
-    graph, *_ = nnx.split(nnx.eval_shape(lambda: _classifier(config)), nnx.Param, ...)
+    graph, *_ = nnx.split(nnx.eval_shape(lambda: classifier(config)), nnx.Param, ...)
 
     def apply(params, stats, images, *, train, use_batch_stats=False):
         # Under a gradient the variables given are the outer trace's, which this one may read but not set.
@@ -269,7 +269,7 @@ def _linen_network(config: Config) -> Network:
 
     def init() -> tuple[dict[str, Any], dict[str, Any]]:
         # Linen would draw other numbers from the seed, so its layers get those that nnx draws.
-        drawn: Any = nnx.to_pure_dict(nnx.state(_classifier(config), nnx.Param))
+        drawn: Any = nnx.to_pure_dict(nnx.state(classifier(config), nnx.Param))
         images = jnp.zeros((config.train.batch_size, 8, 8, 1))
         stats = dict(model.init(jax.random.key(0), images, train=False))
         layers = {f"conv_{i}": block["conv"] for i, block in drawn["blocks"].items()} | {"head": drawn["head"]}

@@ -75,6 +75,16 @@ def check_free(folder: Path) -> None:
         raise UserError(f"--out {folder}: no folder can be made in {above}; name another place")
 
 
+def make_folder(path: Path, config: Config) -> None:
+    """A new folder with a config in it."""
+    check_free(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomically(path / CONFIG, configs.to_toml(config).encode())
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written ({error.strerror}); name another place") from None
+
+
 def resume_command(folder: Path) -> str:
     """What to type to go on with a run."""
     return f"normjax train --resume {shlex.quote(str(folder))}"
@@ -129,12 +139,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: Config) -> "RunFolder":
         """A new folder with its config."""
-        check_free(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            write_atomically(path / CONFIG, configs.to_toml(config).encode())
-        except OSError as error:
-            raise UserError(f"--out {path}: cannot be written ({error.strerror}); name another place") from None
+        make_folder(path, config)
         folder = cls(path)
         folder._config = config
         return folder

@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 
 
 BAD_INPUT = {
-    "": "which command? One of: train, check, recalibrate; normjax --help says more",
+    "": "which command? One of: train, check, recalibrate, fold; normjax --help says more",
     "tain digits": "argument COMMAND: invalid choice: 'tain' (choose from",
     "--verbose": "unrecognized arguments: --verbose",
     "train": "give a preset (digits, digits-group, ",
@@ -103,6 +103,11 @@ BAD_INPUT = {
     "recalibrate old --out taken": "--out taken: exists already and is not an empty folder; name another",
     "recalibrate old --out new": "run folder old: holds no checkpoint yet; start anew: normjax train old/config.toml",
     "train digits-none --resume old": "run folder old: the config differs: norm.family is 'none' here and 'batch' in",
+    "fold": "the following arguments are required: RUN, --out",
+    "fold old": "the following arguments are required: --out",
+    "fold old --out taken": "--out taken: exists already and is not an empty folder; name another",
+    "fold absent --out new": "run folder absent: there is none; give the folder that --out named",
+    "fold old --out new": "run folder old: holds no checkpoint yet; start anew: normjax train old/config.toml",
 }
 
 
