@@ -15,7 +15,8 @@ The rooms:
   _decay.py        `decay_mask`
   _pytree.py       what the three pytrees share
   convert.py       checkpoints of PyTorch and Flax, there and back
-  fold.py          batch norm in evaluation merged into the layer before it
+  fold.py          batch norm in evaluation merged into the layer before it; for models: _nnx_fold.py, _linen_fold.py,
+                   and _fold_flow.py, which finds the pairs
   per_example.py   one gradient for each example, and which examples couple
   recalibrate.py   population statistics over a data set; _stats_tree.py finds a norm's in any framework's tree
   linen.py         Flax linen's norms, by the core
