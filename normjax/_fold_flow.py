@@ -76,9 +76,6 @@ class Folds(tuple[Fold, ...]):
         )
 
 
-# --- what a traced program does
-
-
 def marked(tree, number: int, edge: str):
     """The tree with its arrays named as what part `number` was given ("in") or gave ("out")."""
     name = f"{_TAG} {number} {edge}"
@@ -166,9 +163,6 @@ def _marks(bodies) -> set[int]:
         for eqn in body.eqns:
             found |= {mark[0]} if (mark := _mark(eqn)) else _marks(jex.jaxprs_in_params(eqn.params))
     return found
-
-
-# --- the parts of a model
 
 
 @dataclasses.dataclass(eq=False)
@@ -275,9 +269,6 @@ def _check_layer(flow: Flow, layer: Part) -> None:
 
 def _reader(step: _Step, parts: list[Part]) -> str:
     return parts[step.mark[0]].path if step.mark else f"`{step.what}`"
-
-
-# --- the arithmetic of a pair, which is fold's
 
 
 def folded(norm: Part, layer: Part, arrays: dict[str, Any], kernel, bias) -> tuple[jax.Array, jax.Array]:

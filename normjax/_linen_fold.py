@@ -140,9 +140,6 @@ def _applied(module: nn.Module, gone: dict[Path, Any], biased: set[Path]) -> Cal
     return apply
 
 
-# --- the trace
-
-
 def _flow(module: nn.Module, variables: dict, parts: dict[Path, Part], args: tuple, kwargs: dict) -> Flow:
     """The model on the example; arguments without a shape are what they are. `parts` are filled as they are called."""
     held, structure = jax.tree.flatten(variables)

@@ -96,9 +96,6 @@ def _fold_pair(norm: Any, layer: Any, norm_part: Part, layer_part: Part) -> None
     become(norm, FoldedBatchNorm(None if norm_part.dtype == layer_part.dtype else norm_part.dtype))
 
 
-# --- the trace
-
-
 @functools.cache
 def _watched(kind: type, is_norm: bool) -> type:
     """The class of a module whose `part` notes its calls."""

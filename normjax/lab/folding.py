@@ -135,9 +135,6 @@ def _pairs(report: Folds, prefix: str) -> list[tuple[str, str]]:
     return [(row.norm.removeprefix(prefix), row.layer.removeprefix(prefix)) for row in report]
 
 
-# --- the files
-
-
 class Model:
     """A folded network, read again."""
 
@@ -184,9 +181,6 @@ def _dotted(place: Iterable[Any]) -> str:
     """The name in the file of a leaf; nnx ends with a variable's value."""
     names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in place]
     return ".".join(name for name in names if name not in ("", "value"))
-
-
-# --- the comparison
 
 
 def _logits(config: Config) -> Callable[..., jax.Array]:
