@@ -2,8 +2,8 @@
 
 A map: `config` reads TOML into frozen dataclasses, `data` holds the images and their order, `models` the network whose
 norm the config names, `train` the steps and the loop, `devices` how several share a step, `runs` the run folder and
-its checkpoints, `finished` a run read again, `folding` its network without norms, `progress` what is printed, `plots` the
-curves. Nothing of the library proper imports this package.
+its checkpoints, `finished` a run read again, `recalibrate` and `folding` what becomes of it, `progress` what is printed,
+`plots` the curves. Nothing of the library proper imports this package.
 """
 
 from normjax._extras import require
