@@ -2,7 +2,7 @@
 
 A map: `config` reads TOML into frozen dataclasses, `data` holds the images and their order, `models` the network whose
 norm the config names, `train` the steps and the loop, `devices` how several share a step, `runs` the run folder and
-its checkpoints, `finished` a run read again, `recalibrate` and `folding` what becomes of it, `progress` what is printed,
+its checkpoints, `finished` a run read again, `recalibrate` and `folding` what comes of it, `progress` what is printed,
 `plots` the curves. Nothing of the library proper imports this package.
 """
 
