@@ -19,6 +19,7 @@ The rooms:
                    and _fold_flow.py, which finds the pairs
   per_example.py   one gradient for each example, and which examples couple
   recalibrate.py   population statistics over a data set; _stats_tree.py finds a norm's in any framework's tree
+  diagnose.py      what is wrong with a model's running statistics; also _diagnose_*.py
   linen.py         Flax linen's norms, by the core
   nnx.py           Flax nnx's norms, too; also _nnx_batch.py (batch norm), _nnx_replace.py and _nnx_swap.py (`replace`)
   _flax.py         Flax's arguments in the core's words, for both; the axes in _flax_axes.py

@@ -29,7 +29,7 @@ def decay_mask(params) -> Any:
       {'dense': {'bias': True, 'kernel': True}, 'norm': {'bias': False, 'scale': False}}
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: _is_norm(node) or _gone(node))
-    paths = [_path(keys) for keys, _ in leaves]
+    paths = [path_names(keys) for keys, _ in leaves]
     family: dict[tuple, set] = {}
     nested = set()
     for path in paths:
@@ -53,7 +53,7 @@ def _gone(node) -> bool:
     return isinstance(node, tuple) and not node and type(node).__name__ == "MaskedNode"
 
 
-def _path(keys) -> tuple:
+def path_names(keys) -> tuple:
     """The names on the way to a leaf, those of flattened trees taken apart; nnx ends with a variable's value."""
     parts = [part for key in keys for part in _names(key)]
     return tuple(parts[:-1] if parts and parts[-1] == "value" else parts)

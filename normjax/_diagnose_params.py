@@ -1,0 +1,153 @@
+"""Faults that the parameters show: decay of norms, scales near 0, biases right before batch norm."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_jaxpr
+
+from normjax._decay import decay_mask, path_names
+from normjax._diagnose_faults import finding
+from normjax._diagnose_layers import COLLECTIONS, replaced, wide
+from normjax._diagnose_measure import Forward, Measured, differ
+from normjax._diagnose_report import Finding
+from normjax._normalize import Affine
+
+NO_SCALE = 1e-3  # of γ = 1: what the channel adds is lost in half precision
+NO_GRADIENT = 1e-3  # of evaluation's, with the same statistics: float32 sums of a million terms that cancel
+
+
+def _named(params) -> list[tuple[str, Any]]:
+    """The leaves with their paths."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return [("/".join(map(str, path_names(keys))), leaf) for keys, leaf in leaves]
+
+
+def decayed(params, mask: Any) -> list[Finding]:
+    """The γ and β that a mask of optax lets decay; a zero-centred γ may, since 0 stands for 1 there."""
+    spared = decay_mask(params)
+    given = jax.tree.broadcast(mask(params) if callable(mask) else mask, params)
+    centred = jax.tree.map(_centred, params, is_leaf=lambda node: isinstance(node, Affine))
+    triples = zip(*map(jax.tree.leaves, (spared, given, centred)), strict=True)
+    wrong = [bool(decays) and not may and not zero for may, decays, zero in triples]
+    names = [name for (name, _), is_wrong in zip(_named(params), wrong, strict=True) if is_wrong]
+    if not names:
+        return []
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return [finding("decayed norm", names[0].rpartition("/")[0] or "params", f"{len(names)} decay: {shown}")]
+
+
+def _centred(node) -> Any:
+    if not isinstance(node, Affine):
+        return False
+    return Affine(
+        None if node.scale is None else node.zero_centered,
+        None if node.bias is None else False,
+        node.names,
+        node.zero_centered,
+    )
+
+
+def zero_scales(params, forward: Forward, found: list[Measured]) -> list[Finding]:
+    """Channels whose γ is about 0."""
+    findings = []
+    for keys, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: isinstance(node, Affine))[0]:
+        path = path_names(keys)
+        if isinstance(node, Affine):
+            if node.scale is None:
+                continue
+            scale = wide(node.scale) + (1 if node.zero_centered else 0)
+            near = np.abs(scale) < NO_SCALE
+        elif path and path[-1] == "scale":
+            path, scale = path[:-1], wide(node)
+            near = _near_zero(path, scale, forward, found)
+        else:
+            continue
+        if near.any():
+            name = "/".join(map(str, path)) or "params"
+            evidence = f"|γ| < {NO_SCALE:g} in {int(near.sum())} of {near.size} channels"
+            findings.append(finding("scale near 0", name, evidence))
+    return findings
+
+
+def _near_zero(path: tuple, scale: np.ndarray, forward: Forward, found: list[Measured]) -> np.ndarray:
+    """Where a scale in Flax's parameters is 0, which may also store γ − 1.
+
+    Where the layer keeps statistics, γ is not 0 if evaluation moves with those of the channel. Elsewhere a layer whose
+    scales are mostly near 0 is taken for a zero-centred one.
+    """
+    near = np.abs(scale) < NO_SCALE
+    name = "/".join(map(str, path[1:] if path and path[0] in ("params", *COLLECTIONS) else path))
+    layer = next(
+        (each.layer for each in found if each.name == name and each.running["mean"].shape == scale.shape), None
+    )
+    if not near.any():
+        return near
+    if layer is None:
+        return near if np.median(np.abs(scale)) > 0.5 else np.zeros_like(near)
+    mean = forward.leaves[layer.fields["mean"]]
+    pushed = replaced(forward.leaves, layer, mean=np.where(near, mean + 1, mean))
+    base, moved = forward.evaluate(forward.leaves), forward.evaluate(pushed)
+    if not differ(base, moved):
+        return near
+    size = max(float(np.max(np.abs(a - b), initial=0)) for a, b in zip(base, moved, strict=True))
+    scale_of = max(float(np.sqrt(np.mean(np.abs(a) ** 2))) for a in base)
+    return near if size < 10 * NO_SCALE * scale_of else np.zeros_like(near)
+
+
+def redundant_biases(params, forward: Forward, found: list[Measured]) -> list[Finding] | str:
+    """Leaves whose gradient is 0 in training and not in evaluation by the same statistics.
+
+    Parameters that forward closes over are constants of its jaxpr: they are found there by identity. A text says why it
+    could not be told.
+    """
+    leaves = list(forward.leaves)
+    for each in found:
+        if each.mean is not None and each.moved:
+            leaves = replaced(leaves, each.layer, mean=each.mean, var=np.maximum(each.var, 0))
+    names = {id(leaf): name for name, leaf in _named(params)}
+    training, evaluation = (_gradients(forward, leaves, names, train=train) for train in (True, False))
+    both = [name for name in training if name in evaluation]
+    if not both:
+        return "redundant bias: let forward close over the very arrays of params, as jax arrays, and not be jitted"
+    biases = [
+        finding(
+            "redundant bias",
+            name,
+            f"its gradient is {training[name]:.1e} in training, {evaluation[name]:.1e} in evaluation",
+        )
+        for name in both
+        if training[name] <= NO_GRADIENT * evaluation[name] and evaluation[name] > 0
+    ]
+    return biases
+
+
+def _gradients(forward: Forward, leaves: list, names: dict[int, str], *, train: bool) -> dict[str, float]:
+    """The largest gradient of each parameter found, for a random cotangent of the outputs."""
+
+    def outputs(leaves, batch):
+        return [y for y in forward.call(leaves, batch, train=train)[0] if jnp.issubdtype(y.dtype, jnp.inexact)]
+
+    closed = jax.make_jaxpr(outputs)(leaves, forward.batch)
+    at = [i for i, const in enumerate(closed.consts) if id(const) in names and jnp.issubdtype(const.dtype, jnp.inexact)]
+    inputs = jax.tree.leaves((leaves, forward.batch))
+
+    def from_params(params):
+        consts = list(closed.consts)
+        for i, value in zip(at, params, strict=True):
+            consts[i] = value
+        return eval_jaxpr(closed.jaxpr, consts, *inputs)
+
+    @jax.jit
+    def pulled(params):
+        y, pullback = jax.vjp(from_params, params)
+        rng = np.random.default_rng(0)
+        (gradients,) = pullback([jnp.asarray(rng.normal(size=each.shape), each.dtype) for each in y])
+        return gradients
+
+    gradients = pulled([closed.consts[i] for i in at])
+    return {
+        names[id(closed.consts[i])]: float(np.max(np.abs(wide(g)), initial=0))
+        for i, g in zip(at, gradients, strict=True)
+    }

@@ -1,0 +1,48 @@
+"""Every fault planted in every network: `diagnose` finds exactly that one; in healthy networks it finds nothing."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import normjax as nj
+from normjax.diagnose import FAULTS, diagnose
+from tests.diagnose.models import KINDS, SHAPES
+from tests.diagnose.plants import PLANTS, healthy
+
+NETWORKS = list(itertools.product(KINDS, SHAPES))
+OF_PARAMETERS = ("redundant bias", "scale near 0", "decayed norm")
+
+
+def cells():
+    """Every fault in every network; in the ordinary run each in one, every network in its turn."""
+    for number, fault in enumerate(PLANTS):
+        for at, network in enumerate(NETWORKS):
+            marks = () if at == number % len(NETWORKS) else pytest.mark.matrix
+            yield pytest.param(fault, *network, marks=marks, id=f"{fault}-{'-'.join(network)}")
+
+
+def test_every_fault_is_planted_somewhere():
+    assert {*PLANTS, "padding pooled"} == set(FAULTS)
+
+
+@pytest.mark.parametrize(("fault", "kind", "shape"), list(cells()))
+def test_a_planted_fault_is_found_and_nothing_else(fault, kind, shape, rng):
+    plant = PLANTS[fault](kind, shape, rng)
+    options = dict(plant.options)
+    if fault in OF_PARAMETERS:
+        options = {"params": plant.params, "decay_mask": nj.decay_mask, **options}
+    report = diagnose(plant.forward, plant.stats, plant.batch, **options)
+    assert {finding.fault for finding in report.findings} == {fault}, str(report)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [pytest.param(*n, marks=() if n in NETWORKS[1::4] else pytest.mark.matrix) for n in NETWORKS],
+)
+def test_a_healthy_network_has_no_finding(kind, shape, seed):
+    plant = healthy(kind, shape, np.random.default_rng(seed), seed=seed)
+    report = diagnose(plant.forward, plant.stats, plant.batch, params=plant.params, decay_mask=nj.decay_mask)
+    assert report.findings == (), str(report)
+    assert len(report.layers) == 2
