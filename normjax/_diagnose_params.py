@@ -10,7 +10,7 @@ from jax.core import eval_jaxpr
 from normjax._decay import decay_mask, path_names
 from normjax._diagnose_faults import finding
 from normjax._diagnose_layers import COLLECTIONS, replaced, wide
-from normjax._diagnose_measure import Forward, Measured, differ
+from normjax._diagnose_measure import SEED, Forward, Measured, differ
 from normjax._diagnose_report import Finding
 from normjax._normalize import Affine
 
@@ -142,7 +142,7 @@ def _gradients(forward: Forward, leaves: list, names: dict[int, str], *, train: 
     @jax.jit
     def pulled(params):
         y, pullback = jax.vjp(from_params, params)
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(SEED)
         (gradients,) = pullback([jnp.asarray(rng.normal(size=each.shape), each.dtype) for each in y])
         return gradients
 

@@ -10,6 +10,7 @@ import numpy as np
 from flax import linen, nnx
 
 import normjax as nj
+from normjax._decay import path_names
 from tests.quick import quick_jit
 
 WIDTH, CLASSES = 6, 3
@@ -41,29 +42,34 @@ def examples(shape: str, rng: np.random.Generator, size: int = 64, side: int = 4
 
 def trained(net: Net, rng: np.random.Generator, shape: str, updates: int = 60, **options):
     """The statistics after so many batches."""
-    step = quick_jit(lambda stats, x: net.apply(net.params, stats, x, True)[1])
+    step = quick_jit(lambda params, stats, x: net.apply(params, stats, x, True)[1])
     stats = net.stats
     for _ in range(updates):
-        stats = jax.block_until_ready(step(stats, examples(shape, rng, **options)))
+        stats = jax.block_until_ready(step(net.params, stats, examples(shape, rng, **options)))
     return stats
 
 
-def _kernels(shape: str, seed: int):
+def _drawn(shapes, seed: int):
+    """Arrays in the place of shapes: kernels drawn, scales and variances 1, all else 0."""
     rng = np.random.default_rng(seed)
-    sizes = {"dense": [(5, WIDTH), (WIDTH, WIDTH)], "conv": [(3, 3, 2, WIDTH), (3, 3, WIDTH, WIDTH)]}[shape]
-    return [jnp.asarray(rng.normal(size=size) / np.sqrt(np.prod(size[:-1])), jnp.float32) for size in sizes] + [
-        jnp.asarray(rng.normal(size=(WIDTH, CLASSES)) / np.sqrt(WIDTH), jnp.float32)
-    ]
+
+    def draw(keys, leaf):
+        if len(leaf.shape) > 1:
+            return jnp.asarray(rng.normal(size=leaf.shape) / np.sqrt(np.prod(leaf.shape[:-1])), leaf.dtype)
+        return jnp.full(leaf.shape, float(path_names(keys)[-1] in ("scale", "var")), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def _pure(shape, seed, bias, eps):
-    one, two, head = _kernels(shape, seed)
-    layer = lambda kernel: {  # noqa: E731
-        "kernel": kernel,
-        "norm": nj.Affine.init(C=WIDTH),
-        **({"bias": jnp.full(WIDTH, 0.5)} if bias else {}),
-    }
-    params = {"one": layer(one), "two": layer(two), "head": head}
+    before = {"dense": (), "conv": (3, 3)}[shape]
+    params: dict[str, Any] = {"head": jax.ShapeDtypeStruct((WIDTH, CLASSES), jnp.float32)}
+    for name, width in (("one", {"dense": 5, "conv": 2}[shape]), ("two", WIDTH)):
+        params[name] = {"kernel": jax.ShapeDtypeStruct((*before, width, WIDTH), jnp.float32)}
+        params[name]["norm"] = nj.Affine.init(C=WIDTH)
+        if bias:
+            params[name]["bias"] = jnp.zeros(WIDTH)
+    params = _drawn(params, seed)
 
     def apply(params, stats, x, train):
         new, axes = {}, {"layout": "N C", "axis_names": "N"}
@@ -106,7 +112,7 @@ class LinenNet(linen.Module):
 def _linen(shape, seed, bias, eps):
     model = LinenNet(shape == "conv", bias, eps)
     x = examples(shape, np.random.default_rng(0), 2)
-    variables = quick_jit(lambda key: model.init(key, x, False))(jax.random.key(seed))
+    variables = _drawn(jax.eval_shape(lambda: model.init(jax.random.key(0), x, False)), seed)
 
     def apply(params, stats, x, train):
         if not train:
@@ -137,7 +143,8 @@ class NnxNet(nnx.Module):
 
 
 def _nnx(shape, seed, bias, eps):
-    graph, params, stats = nnx.split(NnxNet(shape, bias, eps, nnx.Rngs(seed)), nnx.Param, ...)
+    graph, params, stats = nnx.split(nnx.eval_shape(lambda: NnxNet(shape, bias, eps, nnx.Rngs(0))), nnx.Param, ...)
+    params, stats = _drawn(params, seed), _drawn(stats, seed)
 
     def apply(params, stats, x, train):
         model = nnx.merge(graph, params, stats, copy=True)

@@ -21,6 +21,7 @@ class Plant:
     stats: Any
     batch: Any
     params: Any
+    apply: Callable[..., Any]
     options: dict = dataclasses.field(default_factory=dict)
 
 
@@ -32,7 +33,7 @@ def healthy(kind, shape, rng, *, net: Net | None = None, seed=0, side=4, size=64
         return net.apply(net.params, stats, x, train)
 
     stats = trained(net, rng, shape, updates, side=side)
-    return Plant(forward, stats, examples(shape, rng, size, side), net.params)
+    return Plant(forward, stats, examples(shape, rng, size, side), net.params, net.apply)
 
 
 def with_params(net: Net, name: str, edit) -> Net:
