@@ -239,13 +239,19 @@ def _start_left(each: Measured, beyond: float) -> tuple[float, bool]:
     Known from the count, or else by least squares of r − b = s (start − b) over all channels' means and variances, in
     their standard errors. What remains may then be no more than the noise of the share 1 − s of batches.
     """
-    errors = np.stack([each.mean_error, each.var * each.var_error])
-    towards = np.stack([-each.mean.real, 1 - each.var]) / errors
-    away = np.stack([(each.running["mean"] - each.mean).real, each.running["var"] - each.var]) / errors
-    fine = np.isfinite(towards) & np.isfinite(away)
-    towards, away = towards[fine], away[fine]
-    share = float(np.sum(towards * away) / max(np.sum(towards**2), 1e-30)) if np.isnan(each.start) else each.start
-    return share, 0 < share < 1 and bool(np.all(np.abs(away - share * towards) < (1 - share) * beyond))
+    mean, var = each.running["mean"], each.running["var"]
+    with np.errstate(all="ignore"):
+        errors = np.stack([each.mean_error, each.var * each.var_error])
+        towards = np.stack([-np.real(each.mean), 1 - each.var]) / errors
+        away = np.stack([np.real(mean - each.mean), var - each.var]) / errors
+        fine = np.isfinite(towards) & np.isfinite(away)
+        fitted = np.sum(towards[fine] * away[fine]) / np.sum(towards[fine] ** 2)
+        share = float(fitted if np.isnan(each.start) else each.start)
+        batches = (1 - share) * each.var
+        shift = np.abs(mean - (1 - share) * each.mean) / ((1 - share) * each.mean_error)
+        stretch = np.abs(np.log(var / (share + batches))) * (share + batches) / (batches * each.var_error)
+        left = np.fmax(shift, stretch)
+    return share, 0 < share < 1 and not np.any(left > beyond)
 
 
 def of_eps(forward: Forward, each: Measured) -> list[Finding] | str:
