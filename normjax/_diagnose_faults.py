@@ -197,7 +197,7 @@ def _of_the_average(each: Measured, beyond: float) -> list[Finding]:
     if start:
         count = "count 0" if "count" in each.running else "mean 0 and variance 1 in every channel"
         return [finding("never updated", each.name, count)]
-    if each.start > WARM_UP:
+    if each.start > WARM_UP and not _denied(each, beyond):
         updates = int(np.max(each.running["count"]))
         evidence = f"{each.start:.0%} of the start values left after {updates} updates of weight {each.share:.3g}"
         return [finding("warm-up too short", each.name, evidence, severity=_severity(_offset(each)))]
@@ -208,9 +208,9 @@ def _of_the_average(each: Measured, beyond: float) -> list[Finding]:
     worst = float(np.max(offset, where=far, initial=0))
     if worst <= DRIFT:
         return []
-    left, explains = _start_left(each, beyond)
-    if explains:
-        evidence = f"about {left:.2g} of the start values left, which explains a distance of {worst:.1f} std"
+    share = _start_left(each)
+    if _explains(each, share, beyond):
+        evidence = f"about {share:.2g} of the start values left, which explains a distance of {worst:.1f} std"
         return [finding("warm-up too short", each.name, evidence, severity=_severity(offset))]
     grave = far & (offset > DRIFT)
     distance = float(np.max(np.fmax(each.shift, each.stretch), where=grave, initial=0))
@@ -233,25 +233,40 @@ def _severity(offset: np.ndarray) -> str | None:
     return "error" if np.max(offset, initial=0) >= WRONG else None
 
 
-def _start_left(each: Measured, beyond: float) -> tuple[float, bool]:
-    """The share s of mean 0 and variance 1 that is left in the running statistics, and whether that explains them.
+def _denied(each: Measured, beyond: float) -> bool:
+    """Whether the running statistics agree with the batch alone, so that what counted them was not this average."""
+    if each.shift is None:
+        return False
+    far = bool(np.any(np.fmax(each.shift, each.stretch) > beyond))
+    return not far and not _explains(each, each.start, beyond)
+
+
+def _start_left(each: Measured) -> float:
+    """The share s of mean 0 and variance 1 that is left in the running statistics.
 
     Known from the count, or else by least squares of r − b = s (start − b) over all channels' means and variances, in
-    their standard errors. What remains may then be no more than the noise of the share 1 − s of batches.
+    their standard errors.
     """
-    mean, var = each.running["mean"], each.running["var"]
+    if not np.isnan(each.start):
+        return each.start
     with np.errstate(all="ignore"):
         errors = np.stack([each.mean_error, each.var * each.var_error])
         towards = np.stack([-np.real(each.mean), 1 - each.var]) / errors
-        away = np.stack([np.real(mean - each.mean), var - each.var]) / errors
+        away = np.stack([np.real(each.running["mean"] - each.mean), each.running["var"] - each.var]) / errors
         fine = np.isfinite(towards) & np.isfinite(away)
-        fitted = np.sum(towards[fine] * away[fine]) / np.sum(towards[fine] ** 2)
-        share = float(fitted if np.isnan(each.start) else each.start)
-        batches = (1 - share) * each.var
-        shift = np.abs(mean - (1 - share) * each.mean) / ((1 - share) * each.mean_error)
-        stretch = np.abs(np.log(var / (share + batches))) * (share + batches) / (batches * each.var_error)
-        left = np.fmax(shift, stretch)
-    return share, 0 < share < 1 and not np.any(left > beyond)
+        return float(np.sum(towards[fine] * away[fine]) / np.sum(towards[fine] ** 2))
+
+
+def _explains(each: Measured, share: float, beyond: float) -> bool:
+    """Whether a share of the start values leaves no more than the noise of 1 − share of batches to explain."""
+    if not 0 < share < 1:
+        return False
+    batches = (1 - share) * each.var
+    with np.errstate(all="ignore"):
+        shift = np.abs(each.running["mean"] - (1 - share) * each.mean) / ((1 - share) * each.mean_error)
+        apart = np.abs(np.log(each.running["var"] / (share + batches)))
+        stretch = apart * (share + batches) / (batches * each.var_error)
+        return not np.any(np.fmax(shift, stretch) > beyond)
 
 
 def of_eps(forward: Forward, each: Measured) -> list[Finding] | str:

@@ -14,7 +14,7 @@ _FINE, _FAR, _LIMIT = "#0072B2", "#D55E00", "#555555"  # Okabe and Ito, and grey
 def figure(report: Report) -> Any:
     """Two panels that share the layers as their rows."""
     rows = np.arange(len(report.layers))
-    size = (9, 1.6 + 0.32 * max(3, len(rows)))
+    size = (9, 1.8 + 0.32 * max(3, len(rows)))
     drawn, (far, noisy) = pyplot.subplots(1, 2, figsize=size, layout="constrained", sharey=True, width_ratios=(2, 1))
     _distances(far, report)
     noises = np.asarray(report.noises, float)
@@ -29,9 +29,10 @@ def figure(report: Report) -> Any:
     for axis in (far, noisy):
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", alpha=0.3)
-        axis.legend(fontsize=8, loc="upper right", framealpha=0.9)
+    handles = [*far.get_legend_handles_labels()[0], *noisy.get_legend_handles_labels()[0]]
+    drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     found = ", ".join(dict.fromkeys(finding.fault for finding in report.findings)) or "nothing found"
-    drawn.suptitle(f"{found}{'   (* layers)' if faulty & set(report.layers) else ''}", fontsize=11)
+    drawn.suptitle(found, fontsize=11)
     return drawn
 
 
@@ -47,5 +48,7 @@ def _distances(axis: Any, report: Report) -> None:
             axis.plot([limit, limit], [row - 0.3, row + 0.3], color=_LIMIT, label=None if row else "limit of chance")
     axis.plot([], [], "o", color=_FINE, markersize=4, label="a channel")
     axis.set_xscale("symlog", linthresh=10)
+    ticks = [step * 10**power for power in range(20) for step in (1, 3) if 10 <= step * 10**power <= 2 * largest]
+    axis.set_xticks([0, 5, *ticks], [f"{tick:g}" for tick in (0, 5, *ticks)])
     axis.set_xlim(0, 2 * largest)
     axis.set(xlabel="distance in standard errors", title="Batch moments from running statistics")

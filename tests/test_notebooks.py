@@ -33,7 +33,7 @@ def paired(script):
 
 
 def test_the_notebooks_of_the_course_are_here():
-    names = ["01_axes", "02_forward_backward", "03_train_eval", "04_sync", "05_per_example"]
+    names = ["01_axes", "02_forward_backward", "03_train_eval", "04_sync", "05_per_example", "06_after_training"]
     assert [path.stem for path in SCRIPTS] == names
 
 
