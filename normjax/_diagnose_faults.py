@@ -168,7 +168,7 @@ def _of_one_entry(each: Measured, size: int) -> list[Finding]:
         return []
     if size > 1 and not np.any(each.mean_error > np.sqrt(_noise_of_constants(each))):
         return []
-    return [finding("batch of one", each.name, f"variance 0 in all of {each.var.size} channels, {size} examples")]
+    return [finding("batch of one", each.name, f"variance 0 in all of {each.var.size} channels, in a batch of {size}")]
 
 
 def _noise_of_constants(each: Measured) -> np.ndarray:

@@ -48,7 +48,7 @@ def diagnose(
       stats: pytree that holds the running statistics, as `BatchStats`, dicts of `mean` and `var` (Flax's `batch_stats`,
         with `batch_counts` or without), or nnx's states.
       batch: pytree of arrays with a leading axis of N examples of the data that the model is for, as many as in
-        training; None of them may be missing from any array.
+        training.
       running: the `Ema` or `Cumulative` that moves the statistics. By default it is measured; tell it where the update
         rests on what the tree does not hold.
       params: the parameters that forward closes over, the very arrays: for biases right before a norm, and scales
