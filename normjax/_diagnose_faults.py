@@ -163,23 +163,25 @@ def _of_what_is_stored(each: Measured, dtypes: list[Any]) -> list[Finding]:
 
 
 def _of_one_entry(each: Measured, size: int) -> list[Finding]:
-    """Every variance 0 though the batch's mean is not that of a constant."""
-    if each.mean is None or np.any(each.var > _noise_of_constants(each)):
-        return []
-    if size > 1 and not np.any(each.mean_error > np.sqrt(_noise_of_constants(each))):
+    """Every variance exactly 0 though the batch's mean is not that of a constant."""
+    if each.mean is None or np.any(each.var != 0) or (size > 1 and np.all(_constant(each))):
         return []
     return [finding("batch of one", each.name, f"variance 0 in all of {each.var.size} channels, in a batch of {size}")]
 
 
-def _noise_of_constants(each: Measured) -> np.ndarray:
-    return CONSTANT * float(np.finfo(np.float32).eps) * np.abs(each.mean) ** 2
+def _constant(each: Measured) -> np.ndarray:
+    """Which channels have one value: a variance that is 0 but for rounding, and a mean that no resampling moves."""
+    rounded = CONSTANT * float(np.finfo(np.float32).eps) * np.abs(each.mean) ** 2
+    if each.mean_error is None:
+        return each.var == 0
+    return (each.var <= rounded) & (each.mean_error <= each.rounding * each.fresh * np.abs(each.mean))
 
 
 def _of_the_batch(each: Measured, size: int) -> list[Finding]:
     if each.mean is None:
         return []
     found = []
-    if flat := int(np.sum(each.var <= _noise_of_constants(each))):
+    if flat := int(np.sum(_constant(each))):
         found.append(finding("constant channels", each.name, f"{flat} of {each.var.size} channels have variance 0"))
     if each.noise > UNSURE / np.sqrt(TINY):
         evidence = (
@@ -275,7 +277,7 @@ def of_eps(forward: Forward, each: Measured) -> list[Finding] | str:
     Needs no knowledge of how eps is given. A text says why it could not be told.
     """
     var = each.running["var"] if each.var is None else each.var
-    real = np.isfinite(var) & (var > (_noise_of_constants(each) if each.mean is not None else 0))
+    real = np.isfinite(var) & (var > 0) & ~(False if each.mean is None else _constant(each))
     if not each.used or not np.any(real):
         return []
     stored = np.asarray(forward.leaves[each.layer.fields["var"]])

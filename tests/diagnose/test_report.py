@@ -86,6 +86,19 @@ def test_the_weight_of_a_batch_is_measured_and_a_given_one_is_believed():
     assert counted.fault == "drift"
 
 
+def test_a_mean_of_a_thousand_deviations_is_no_constant_channel():
+    slow = lambda stats, x, train: nj.batch_norm(x, None, stats, **AXES, train=train, running=nj.Ema(0.001))  # noqa: E731
+    stats = nj.BatchStats(X.mean(0) + 1000, X.var(0), jnp.int32(9000), jnp.ones(2), "C")
+    assert diagnose(slow, stats, X + 1000).findings == ()
+
+
+def test_statistics_averaged_by_other_counts_are_not_taken_for_a_short_warm_up():
+    stats = nj.update(
+        FRESH, nj.moments(X + 5, **AXES), running=nj.Cumulative()
+    )  # count 1: 90 % of the start by Ema(0.1)
+    assert diagnose(forward, stats, X + 5).findings == ()
+
+
 def test_counts_of_linen_are_found_beside_its_statistics():
     norm = BatchNorm(running=nj.Cumulative())
     variables = dict(norm.init(jax.random.key(0), X, use_running_average=False))
