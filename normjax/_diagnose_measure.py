@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normjax._diagnose_layers import Layer, find_layers, replaced, sane, values, wide
+from normjax._diagnose_layers import replaced, sane, values
 from normjax._running import Cumulative, Ema
+from normjax._stats_tree import Norm, find_norms, wide
 
 SEED = 150203167  # one that users' data are not drawn from
 RESAMPLES = 32  # a standard error from so many is itself known to 1/√(2·31), 13 %
@@ -38,7 +39,7 @@ class Forward:
         # A jitted forward hides what it closes over; compiling is done here.
         self.forward = getattr(forward, "__wrapped__", forward) if hasattr(forward, "lower") else forward
         self.given, self.structure = jax.tree.flatten(stats)
-        self.layers = find_layers(stats)
+        self.layers = find_norms(stats)
         self.leaves = sane(self.given, self.layers)
         self.batch = batch
         self.size = _size(batch)
@@ -48,13 +49,13 @@ class Forward:
     def call(self, leaves: list, batch, *, train: bool):
         """The outputs' leaves, and the fields of every layer after the call; traceable."""
         y, new = self.forward(jax.tree.unflatten(self.structure, leaves), batch, train)
-        fresh, found = jax.tree.leaves(new), {layer.name: layer for layer in find_layers(new)}
-        if missing := [layer.name for layer in self.layers if layer.name not in found]:
+        fresh, found = jax.tree.leaves(new), {layer.path: layer for layer in find_norms(new)}
+        if missing := [layer.path for layer in self.layers if layer.path not in found]:
             raise ValueError(
                 f"diagnose: forward must return (y, stats) with stats like those it was given; what it returned has "
                 f"no mean and var at {missing[0]!r}."
             )
-        fields = [{field: fresh[n] for field, n in found[layer.name].fields.items()} for layer in self.layers]
+        fields = [{field: fresh[n] for field, n in found[layer.path].fields.items()} for layer in self.layers]
         return jax.tree.leaves(y), fields
 
     def train(self, leaves: list, index=None, batch=None) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]:
@@ -111,7 +112,7 @@ class Measured:
       trains_frozen: whether training does.
     """
 
-    layer: Layer
+    layer: Norm
     running: dict[str, np.ndarray]
     moved: bool = False
     share: float = np.nan
@@ -131,7 +132,7 @@ class Measured:
     @property
     def name(self) -> str:
         """The layer's path."""
-        return self.layer.name
+        return self.layer.path
 
 
 def measure(forward: Forward, running: Ema | Cumulative | None) -> list[Measured]:
@@ -156,7 +157,7 @@ def differ(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
     return not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
 
 
-def _pushed(leaves: list, layer: Layer) -> list:
+def _pushed(leaves: list, layer: Norm) -> list:
     """Another mean and variance in one layer."""
     mean, var = (leaves[layer.fields[field]] for field in ("mean", "var"))
     return replaced(leaves, layer, mean=mean + np.sqrt(var) + 1, var=2 * var + 1)

@@ -9,10 +9,11 @@ from jax.core import eval_jaxpr
 
 from normjax._decay import decay_mask, path_names
 from normjax._diagnose_faults import finding
-from normjax._diagnose_layers import COLLECTIONS, replaced, wide
+from normjax._diagnose_layers import replaced
 from normjax._diagnose_measure import SEED, Forward, Measured, differ
 from normjax._diagnose_report import Finding
 from normjax._normalize import Affine
+from normjax._stats_tree import COLLECTIONS, wide
 
 NO_SCALE = 1e-3  # of γ = 1: what the channel adds is lost in half precision
 NO_GRADIENT = 1e-3  # of evaluation's, with the same statistics: float32 sums of a million terms that cancel

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from normjax._decay import path_names
 from normjax._inputs import kind_of
 from normjax._moments import Moments
 
@@ -16,15 +17,52 @@ FN = "recalibrate"
 NOTHING = 2.0**-100  # the start value of means and variances: beside any batch's it is nothing, and yet not 0
 
 
-@dataclasses.dataclass(frozen=True)
+FIELDS = ("mean", "var", "count", "weight")
+COLLECTIONS = ("batch_stats", "batch_counts")  # of linen: the same norm has a place in each
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Norm:
-    """Where a norm's statistics stand among the leaves; count and weight only where its average has them."""
+    """The running statistics of one norm.
+
+    Attributes:
+      path: where it stands in the tree; "stats" where it is the tree.
+      fields: which of the tree's leaves is its "mean" and "var", and its "count" and "weight" where it has them.
+    """
 
     path: str
-    mean: int
-    var: int
-    count: int | None
-    weight: int | None
+    fields: dict[str, int]
+
+    @property
+    def mean(self) -> int:
+        """The leaf's number."""
+        return self.fields["mean"]
+
+    @property
+    def var(self) -> int:
+        """The leaf's number."""
+        return self.fields["var"]
+
+    @property
+    def count(self) -> int | None:
+        """The leaf's number, of an average that counts."""
+        return self.fields.get("count") if "weight" in self.fields else None
+
+    @property
+    def weight(self) -> int | None:
+        """The leaf's number, of an average that counts."""
+        return self.fields.get("weight") if "count" in self.fields else None
+
+
+def find_norms(tree) -> list[Norm]:
+    """The places of a tree that hold a `mean` and a `var`, in the tree's order."""
+    places: dict[tuple[str, ...], dict[str, int]] = {}
+    for number, path in enumerate(flatten(tree)[0]):
+        if path and path[-1] in FIELDS:
+            place = tuple(name for name in path[:-1] if name not in COLLECTIONS)
+            places.setdefault(place, {})[path[-1]] = number
+    found = [(place, fields) for place, fields in places.items() if {"mean", "var"} <= set(fields)]
+    return [Norm("/".join(place) or "stats", fields) for place, fields in found]
 
 
 class StatsTree(NamedTuple):
@@ -39,22 +77,11 @@ class StatsTree(NamedTuple):
     def read(cls, stats) -> "StatsTree":
         """Raises unless there are statistics in it that can be measured."""
         paths, leaves, definition = flatten(stats)
-        place = {path: i for i, path in enumerate(paths)}
-        norms = []
-        for path, mean in place.items():
-            if "mean" not in path:
-                continue
-            at = len(path) - 1 - path[::-1].index("mean")
-            var = place.get(_renamed(path, at, "var"))
-            if var is None or np.shape(leaves[var]) != np.shape(leaves[mean]):
-                continue
-            count, weight = (_counter(place, path, at, name) for name in ("count", "weight"))
-            if count is None or weight is None:
-                count = weight = None
-            norms.append(Norm("/".join(path[:at]) or "stats", mean, var, count, weight))
-            for i in (mean, var):
+        norms = [norm for norm in find_norms(stats) if np.shape(leaves[norm.mean]) == np.shape(leaves[norm.var])]
+        for norm in norms:
+            for i in (norm.mean, norm.var):
                 _check_leaf("/".join(paths[i]), leaves[i])
-            for i in {mean, var, count, weight} - {None}:
+            for i in {norm.mean, norm.var, norm.count, norm.weight} - {None}:
                 leaves[i] = jnp.asarray(leaves[i])
         if not norms:
             raise ValueError(
@@ -98,25 +125,15 @@ class StatsTree(NamedTuple):
 
 
 def flatten(tree) -> tuple[list[tuple[str, ...]], list[Any], Any]:
-    """Paths as names, without those of what holds a single value (nnx's variables, linen's boxes); leaves; the rest."""
+    """Paths as names, without that of an nnx variable's or a linen box's single value; leaves; the structure."""
     pairs, definition = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [tuple(map(_name, path)) for path, _ in pairs]
-    return [tuple(name for name in path if name != "value") for path in paths], [leaf for _, leaf in pairs], definition
+    return [tuple(map(str, path_names(keys))) for keys, _ in pairs], [leaf for _, leaf in pairs], definition
 
 
-def _name(key) -> str:
-    return str(next(getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)))
-
-
-def _renamed(path: tuple[str, ...], at: int, name: str) -> tuple[str, ...]:
-    return (*path[:at], name, *path[at + 1 :])
-
-
-def _counter(place: dict[tuple[str, ...], int], path: tuple[str, ...], at: int, name: str) -> int | None:
-    """Beside the mean, or where normjax.linen keeps it."""
-    beside = _renamed(path, at, name)
-    apart = tuple("batch_counts" if part == "batch_stats" else part for part in beside)
-    return place.get(beside, place.get(apart))
+def wide(leaf) -> np.ndarray:
+    """The leaf on this host, in float64 (complex128)."""
+    array = np.asarray(leaf)
+    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def _check_leaf(path: str, leaf) -> None:

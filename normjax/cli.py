@@ -16,9 +16,9 @@ from normjax import __version__
 _COMMANDS = {
     "train": "train a small classifier of real images with a norm of your choice",
     "diagnose": "look for what is wrong with the normalisation of a finished run",
-    "check": "hold every norm against float64 on the devices and versions that are here",
     "recalibrate": "estimate a finished run's running statistics anew over its training images",
     "fold": "fold the batch norms of a finished run into its convolutions",
+    "check": "hold every norm against float64 on the devices and versions that are here",
 }
 # Of the commands, those on a finished run: each a module with `DESCRIPTION` and `run(finished) -> status`, or
 # `run(finished, out) -> status` where it writes a folder.

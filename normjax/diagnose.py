@@ -12,12 +12,13 @@ import numpy as np
 
 from normjax import _diagnose_faults as faults
 from normjax._diagnose_faults import FAULTS, finding
-from normjax._diagnose_layers import find_layers, replaced, values
+from normjax._diagnose_layers import replaced, values
 from normjax._diagnose_measure import COUPLED, EMPTY, Forward, Measured, couple, measure
 from normjax._diagnose_params import decayed, redundant_biases, zero_scales
 from normjax._diagnose_report import SEVERITIES, Finding, Report
 from normjax._inputs import kind_of
 from normjax._running import Cumulative, Ema
+from normjax._stats_tree import find_norms
 
 __all__ = ["FAULTS", "Finding", "Report", "diagnose"]
 
@@ -225,11 +226,11 @@ def _extended(batch, axis: int):
 def _replicas(stats, axis: int) -> list[Finding]:
     """Compares the replicas that an axis of the statistics numbers."""
     leaves, findings = jax.tree.leaves(stats), []
-    for layer in find_layers(stats):
+    for layer in find_norms(stats):
         found = values(layer, leaves)
         if not -found["mean"].ndim <= axis < found["mean"].ndim:
             raise ValueError(
-                f"diagnose: replica_axis={axis} must be an axis of the statistics; {layer.name}'s mean has shape "
+                f"diagnose: replica_axis={axis} must be an axis of the statistics; {layer.path}'s mean has shape "
                 f"{found['mean'].shape}."
             )
         with np.errstate(all="ignore"):
@@ -238,7 +239,7 @@ def _replicas(stats, axis: int) -> list[Finding]:
         worst = float(np.max(np.nan_to_num(apart), initial=0))
         if worst > AGREE:
             evidence = f"{found['mean'].shape[axis]} replicas, up to {worst:.2g} standard deviations apart"
-            findings.append(finding("replicas differ", layer.name, evidence))
+            findings.append(finding("replicas differ", layer.path, evidence))
     return findings
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from normjax._inputs import is_real_scalar, kind_of, static_bool
 from normjax._moments import Moments, merge
-from normjax._stats_tree import FN, NOTHING, Norm, StatsTree, flatten
+from normjax._stats_tree import FN, NOTHING, Norm, StatsTree, flatten, wide
 
 HUGE = 2.0**60
 
@@ -204,24 +204,20 @@ def _call(tree: StatsTree, norms: Sequence[Norm], step, batch, mean: float = NOT
                 f'{FN}: step returned {kind_of(returned)} without the mean and var of "{norm.path}"; it must return a '
                 "tree like stats: not y besides, and from linen the collections that were given."
             )
-        new_mean, new_var = map(_wide, pair)
+        new_mean, new_var = map(wide, pair)
         if norm in norms:
             weight = None if norm.weight is None else place.get(tree.paths[norm.weight])
             count = None if norm.count is None else place.get(tree.paths[norm.count])
-            moved[norm] = _Moved(new_mean, new_var, np.ones(new_var.shape) if weight is None else _wide(weight))
+            moved[norm] = _Moved(new_mean, new_var, np.ones(new_var.shape) if weight is None else wide(weight))
             if count is not None and np.max(count) > 1:
                 raise ValueError(f'{FN}: step moved "{norm.path}" twice; one call must be one pass over one batch.')
         else:
-            old = [_wide(tree.leaves[i]) for i in (norm.mean, norm.var)]
+            old = [wide(tree.leaves[i]) for i in (norm.mean, norm.var)]
             if not all(map(functools.partial(np.array_equal, equal_nan=True), old, (new_mean, new_var))):
                 raise ValueError(
                     f'{FN}: step moved "{norm.path}" in the pass for another layer; there it must evaluate.'
                 )
     return moved
-
-
-def _wide(array) -> np.ndarray:
-    return np.asarray(array).astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def _new_weight(path: str, kept: np.ndarray, dtype) -> float:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from normjax._decay import path_names
-from normjax._diagnose_layers import find_layers, replaced
+from normjax._diagnose_layers import replaced
+from normjax._stats_tree import find_norms
 from tests.diagnose.models import Net, build, examples, trained
 
 
@@ -50,7 +51,7 @@ def with_params(net: Net, name: str, edit) -> Net:
 def with_stats(stats, edit):
     """The statistics with those of the first layer replaced by edit(mean, var) → fields."""
     leaves, structure = jax.tree.flatten(stats)
-    place = find_layers(stats)[0]
+    place = find_norms(stats)[0]
     fields = edit(*(np.array(leaves[place.fields[name]]) for name in ("mean", "var")))
     return jax.tree.unflatten(structure, replaced(leaves, place, **fields))
 

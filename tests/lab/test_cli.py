@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 
 
 BAD_INPUT = {
-    "": "which command? One of: train, check, recalibrate, fold; normjax --help says more",
+    "": "which command? One of: train, diagnose, recalibrate, fold, check; normjax --help says more",
     "tain digits": "argument COMMAND: invalid choice: 'tain' (choose from",
     "--verbose": "unrecognized arguments: --verbose",
     "train": "give a preset (digits, digits-group, ",
