@@ -124,6 +124,17 @@ def test_the_optimiser_example_decays_the_kernel_alone(readme):
         np.testing.assert_array_equal(spared, 0)
 
 
+def test_after_training_the_readme_has_exact_statistics_nothing_to_report_and_no_norm_left(readme):
+    names = readme("from normjax.diagnose import diagnose")
+    before = np.asarray(names["net"].conv(names["images"]), np.float64)
+    np.testing.assert_allclose(names["exact"]["norm"]["mean"][...], before.mean((0, 1, 2)), atol=1e-6)
+    np.testing.assert_allclose(names["exact"]["norm"]["var"][...], before.var((0, 1, 2)), rtol=1e-6)
+    assert names["report"].findings == ()
+    assert [(row.norm, row.layer) for row in names["what_became"]] == [("norm", "conv")]
+    logits, folded = names["net"](names["images"]), names["folded"](names["images"])
+    np.testing.assert_allclose(folded, logits, atol=1e-5)
+
+
 @pytest.mark.parametrize("row", table_after("## The family"), ids=lambda row: row[0])
 def test_a_row_of_the_family_table_is_a_call_that_works(row, rng):
     _, _, call, state, where = row
