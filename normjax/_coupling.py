@@ -116,6 +116,9 @@ def assert_uncoupled(fn: Callable[[Any], Any], x, *, example_axis: int = 0) -> N
     """
     coupling = np.asarray(example_coupling(fn, x, example_axis=example_axis))
     pairs = [(int(i), int(j)) for i, j in zip(*np.nonzero(coupling != 0), strict=True) if i != j]
+    if np.isnan(coupling).any():
+        i, j = map(int, np.argwhere(np.isnan(coupling))[0])
+        raise AssertionError(f"the derivative of output {i} by input {j} is NaN, which says nothing; try another x.")
     if pairs:
         (i, j), size = pairs[0], len(coupling)
         raise AssertionError(
@@ -171,7 +174,7 @@ def lengths(arrays) -> tuple[jax.Array, jax.Array]:
 
     So no square overflows or underflows. The derivative at 0 is 0.
     """
-    arrays = [wide(array) for array in arrays]
+    arrays = [array.astype(wide_dtype(array.dtype)) for array in arrays]
     rests = [tuple(range(1, array.ndim)) for array in arrays]
     sizes = [jnp.max(jnp.abs(array), rest, initial=0) for array, rest in zip(arrays, rests, strict=True)]
     largest = lax.stop_gradient(jnp.max(jnp.stack(sizes), 0))
@@ -182,9 +185,9 @@ def lengths(arrays) -> tuple[jax.Array, jax.Array]:
     return unit, jnp.where(square == 0, 0, jnp.sqrt(jnp.where(square == 0, 1, square)))
 
 
-def wide(array):
-    """The array in float32 at least."""
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+def wide_dtype(dtype):
+    """The dtype, float32 at least, under JAX's strict promotion too."""
+    return np.promote_types(dtype, np.float32)
 
 
 def call(fn: str, what: str, function: Callable, *args):

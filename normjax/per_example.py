@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import get_abstract_mesh
 
-from normjax._coupling import assert_uncoupled, call, example_coupling, lengths, plot_coupling
+from normjax._coupling import assert_uncoupled, call, example_coupling, lengths, plot_coupling, wide_dtype
 from normjax._grammar import quote
 from normjax._inputs import is_real_scalar, kind_of, static_bool
 from normjax._mapped import ALONE, EXAMPLE, vary_alike, varying
@@ -61,6 +62,7 @@ def per_example_grads(loss_fn: Callable[..., Any], params, *batch, chunk_size: i
       [ 0.  4. 12.]
     """
     fn = "per_example_grads"
+    _check_params(fn, "loss_fn", loss_fn, params)
     size = _examples(fn, batch)
     chunk = _chunk(fn, chunk_size, size, (params, batch))
     gradients, params, batch = _each_gradient(fn, loss_fn, params, batch)
@@ -111,17 +113,25 @@ def clipped_grad(
       Abadi et al. (2016), Deep Learning with Differential Privacy, algorithm 1.
     """
     fn = "clipped_grad"
+    _check_params(fn, "loss_fn", loss_fn, params)
     average = static_bool(fn, "average", average)
     l2_norm = _bound(fn, l2_norm)
     size = _examples(fn, batch)
     chunk = _chunk(fn, chunk_size, size, (params, batch))
     gradients, params, batch = _each_gradient(fn, loss_fn, params, batch)
+    if get_abstract_mesh().manual_axes and (across := _met_by(gradients, *batch)):
+        raise ValueError(
+            f"{fn}: loss_fn meets other devices over {quote(across)}, so that a device does not know how large an "
+            "example's whole gradient is. Leave losses and gradients as each device has them, and lax.psum the clipped "
+            "sum; where parameters are sharded call clipped_grad outside, under jit over sharded arrays."
+        )
 
     def add(total, _, fresh, part):
-        share = jnp.where(fresh, _shortening(part, l2_norm), 0)
-        return jax.tree.map(lambda sum_, leaf: sum_ + _weighted(share, leaf, sum_.dtype), total, part)
+        unit, share = _shortening(part, l2_norm)
+        share = jnp.where(fresh, share, 0)
+        return jax.tree.map(lambda sum_, leaf: sum_ + _weighted(unit, share, leaf, sum_.dtype), total, part)
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), _wide(jnp.result_type(leaf))), params)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), wide_dtype(jnp.result_type(leaf))), params)
     total = _over_chunks(gradients, batch, size, chunk, add, zeros)
     count = max(size, 1) if average else 1
     return jax.tree.map(lambda sum_, leaf: (sum_ / count).astype(jnp.result_type(leaf)), total, params)
@@ -155,6 +165,7 @@ def coupled_grads(losses_fn: Callable[..., Any], params, batch):
       (3,) True
     """
     fn = "coupled_grads"
+    _check_params(fn, "losses_fn", losses_fn, params)
 
     def losses(params, batch):
         losses = _loss(fn, "losses_fn", losses_fn, params, batch)
@@ -167,9 +178,7 @@ def coupled_grads(losses_fn: Callable[..., Any], params, batch):
 
     params, batch = _varying_as(losses, params, batch)
     value, pullback = jax.vjp(lambda params: losses(params, batch), params)
-    effects = jax.make_jaxpr(pullback)(value).effects
-    across = sorted(str(effect.name) for effect in effects if hasattr(effect, "name"))  # collectives leave one
-    if across:
+    if across := _met_by(pullback, value):
         raise ValueError(
             f"{fn}: losses_fn meets other devices over {quote(across)}, as synchronised batch norm does. There every "
             "device would ask for a row of its own at the same time, and get the sum of all that were asked for. Call "
@@ -183,12 +192,33 @@ def coupled_grads(losses_fn: Callable[..., Any], params, batch):
     return jax.vmap(row)(jnp.eye(len(value), dtype=bool))
 
 
+def _met_by(function: Callable, *args) -> list[str]:
+    """The mapped axes of the collectives in a function."""
+    effects = jax.make_jaxpr(function)(*args).effects
+    return sorted({str(effect.name) for effect in effects if hasattr(effect, "name")})
+
+
+def _check_params(fn: str, what: str, function, params) -> None:
+    """Raises TypeError unless there is a function, and parameters to differentiate it by."""
+    if not callable(function):
+        raise TypeError(f"{fn}: {what} must be a function of params and examples, not called; got {kind_of(function)}.")
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        dtype = getattr(leaf, "dtype", None)
+        if isinstance(leaf, (float, complex)) or (dtype is not None and jnp.issubdtype(dtype, jnp.inexact)):
+            continue
+        raise TypeError(
+            f"{fn}: params{jax.tree_util.keystr(path)} is {kind_of(leaf) if dtype is None else dtype}; params are the "
+            f"floats to differentiate by. Give counts, keys, running statistics and the like to {what} itself; of an "
+            "nnx model take nnx.split(model, nnx.Param, ...)."
+        )
+
+
 def _varying_as(losses: Callable, params, batch):
     """Params and batch, made to vary over every axis of a checked shard_map that the losses vary over.
 
     A loss may get such data by closure, and the gradient by parameters that do not vary is summed over the devices.
     """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
+    if not get_abstract_mesh().manual_axes:
         return params, batch
     params, batch = vary_alike((params, batch))
     return vary_alike((params, batch), varying(jax.eval_shape(losses, params, batch)))
@@ -236,8 +266,8 @@ def _examples(fn: str, batch) -> int:
         )
     if () in shapes:
         raise ValueError(
-            f"{fn}: every array of the batch needs a leading axis of examples, but one is a scalar; give what all "
-            "examples share to loss_fn itself."
+            f"{fn}: every array of the batch needs a leading axis of examples, but one is a scalar; make lists of "
+            "numbers arrays, and give what all examples share to loss_fn itself."
         )
     if len({shape[0] for shape in shapes}) > 1:
         raise ValueError(f"{fn}: arrays of the batch differ in how many examples they hold: shapes {shapes}.")
@@ -309,25 +339,24 @@ def _over_chunks(gradients, batch, size: int, chunk: int, take, carry):
 
 
 def _shortening(gradients, l2_norm):
-    """min(1, l2_norm / norm) of every example, over all leaves."""
+    """A unit and a share for every example: share · gradient / unit is min(1, l2_norm / norm) of it, over all leaves.
+
+    Apart, since their quotient may be too small for float32.
+    """
     leaves = jax.tree.leaves(gradients)
     if not leaves:
-        return jnp.ones(())
+        return jnp.ones(()), jnp.ones(())
     unit, norm = lengths(leaves)
     if isinstance(l2_norm, float):  # NumPy warns where a number is beyond the dtype
         l2_norm = min(l2_norm, float(jnp.finfo(unit.dtype).max))
-    most = l2_norm / unit
-    short = norm <= most
-    return jnp.where(short, 1, most / jnp.where(short, 1, norm))  # NaN where either is
+    short = norm <= l2_norm / unit
+    return jnp.where(short, 1, unit), jnp.where(short, 1, l2_norm / jnp.where(short, 1, norm))  # NaN where either is
 
 
-def _weighted(share, leaf, dtype):
-    """Σ share · leaf over the examples."""
-    wide, share = leaf.astype(dtype), share.astype(dtype)
+def _weighted(unit, share, leaf, dtype):
+    """Σ share · leaf / unit over the examples."""
+    share = share.astype(dtype)
+    wide = leaf.astype(dtype) / jnp.expand_dims(unit.astype(dtype), range(1, leaf.ndim))
     if sharded_axes(leaf):  # where the mesh is Explicit, JAX would ask how the product is to be sharded
         return jnp.sum(jnp.expand_dims(share, range(1, leaf.ndim)) * wide, 0)
     return jnp.tensordot(share, wide, 1, precision=lax.Precision.HIGHEST)
-
-
-def _wide(dtype):
-    return jnp.promote_types(dtype, jnp.float32)

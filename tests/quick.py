@@ -4,7 +4,10 @@ To compile such a program well takes longer than to run it badly. For tests whos
 optimiser: float64, or which values reach which. What the optimiser makes of the norms is for those that use `jax.jit`.
 """
 
+import contextlib
 import functools
+import gc
+from collections.abc import Iterator
 
 import jax
 
@@ -35,3 +38,15 @@ def _options() -> dict:
 def quick_jit(function, **options):
     """The function compiled with as little effort as XLA allows; the options are those of `jax.jit`."""
     return jax.jit(function, compiler_options=_options(), **options)
+
+
+@contextlib.contextmanager
+def checking_leaks() -> Iterator[None]:
+    """`jax.checking_leaks`, which collects garbage at every trace: what other tests have left is kept out of that."""
+    gc.collect()
+    gc.freeze()
+    try:
+        with jax.checking_leaks():
+            yield
+    finally:
+        gc.unfreeze()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import normjax as nj
+from tests.quick import checking_leaks
 from tests.trees import SPEC
 
 FAMILY = {
@@ -119,7 +120,7 @@ def test_no_tracer_leaks(norm, layout, axis_names, train):
     params, state = nj.Affine.init(C=4), nj.BatchStats.init(C=4) if norm is nj.batch_norm else None
     x = jax.ShapeDtypeStruct((2, 3, 4), jnp.float32)
     where = jax.ShapeDtypeStruct((2, 3, 4), jnp.bool_)
-    with jax.checking_leaks():
+    with checking_leaks():
         for _ in range(2):
             call = gradient_of(norm, layout, axis_names, train)
             (dx, _, _), _ = jax.eval_shape(call, x, params, jnp.float32(1e-5), state, where)

@@ -22,7 +22,7 @@ from tests.cases.common import (
     close,
     each_family,
 )
-from tests.quick import quick_jit
+from tests.quick import checking_leaks, quick_jit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ def test_eps_averaging_weight_and_mask_are_ordinary_arguments_that_leak_nowhere(
 
         return jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(x, scale, eps, new_weight)
 
-    with jax.checking_leaks():
+    with checking_leaks():
         for eps, weight in ((1e-5, 0.1), (1e-2, 0.5)):
             (dx, d_scale, _, d_weight), new = step(x, scale, np.float32(eps), np.float32(weight), where)
             exact_dx, exact_d_scale, _ = norm.exact_cotangents(x, g, scale, bias, eps=eps, where=where)

@@ -18,7 +18,7 @@ from tests.cases.common import (
     each_family,
     same,
 )
-from tests.quick import quick_jit
+from tests.quick import checking_leaks, quick_jit
 
 # --- 51: nested vmap
 
@@ -52,7 +52,7 @@ def test_a_second_call_under_vmap_takes_the_state_of_the_first(pooled, rng):
     start, axis = nj.BatchStats.init(C=5), None if pooled else 0
     state = start if pooled else jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), start)
     mapped = quick_jit(jax.vmap(layer, in_axes=(0, axis), out_axes=(0, axis), axis_name="lane"))
-    with jax.checking_leaks():
+    with checking_leaks():
         for x in xs:
             y, state = mapped(x, state)
     axes = {"layout": "E N C", "axis_names": "E N" if pooled else "N"}

@@ -162,3 +162,10 @@ def test_limits_that_are_no_two_numbers_are_refused(limits):
 def test_a_picture_is_of_an_array_with_two_axes():
     with pytest.raises(ValueError, match=r"^plot_coupling: coupling must be an array \(N, N\).* got shape \(3,\)"):
         per_example.plot_coupling(np.ones(3))
+
+
+def test_a_derivative_that_is_nan_is_told_apart_from_a_coupling():
+    x = jnp.array([[1.0, 2.0], [jnp.nan, 1.0], [3.0, 4.0]])
+    norm = lambda x: nj.layer_norm(x, layout="N D", axis_names="D")[0]  # noqa: E731
+    with pytest.raises(AssertionError, match=r"^the derivative of output \d by input \d is NaN"):
+        per_example.assert_uncoupled(norm, x)

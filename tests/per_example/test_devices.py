@@ -138,3 +138,16 @@ def test_losses_that_meet_other_devices_have_rows_only_outside_the_mapping(mappi
     wanted = quick_jit(jax.jacrev(partial(losses, names="N")))(w, x)
     close(quick_jit(partial(per_example.coupled_grads, outside))(w, x), wanted)
     close(quick_jit(partial(per_example.coupled_grads, partial(losses, names="N")))(w, x), wanted)
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+def test_clipping_a_loss_that_meets_other_devices_is_refused_inside_shard_map(checked, rng, x64):
+    w, x = arrays(rng)
+    mesh = make_mesh(("data",), (2,), AxisType.Auto)
+    clip = lambda loss: partial(per_example.clipped_grad, loss, l2_norm=0.5)  # noqa: E731
+    specs = {"mesh": mesh, "in_specs": (P(), P("data")), "check_vma": checked}
+    averaged = jax.shard_map(clip(lambda w, x: jax.lax.pmean(loss(w, x), "data")), out_specs=P("data"), **specs)
+    with pytest.raises(ValueError, match=r"^clipped_grad: loss_fn meets other devices over 'data'.* lax.psum the cl"):
+        jax.eval_shape(averaged, w, x)
+    summed = jax.shard_map(lambda w, x: jax.lax.psum(clip(loss)(w, x), "data"), out_specs=P(), **specs)
+    close(quick_jit(summed)(w, x), clipped(np.stack([jax.grad(loss)(w, row) for row in x]), 0.5))

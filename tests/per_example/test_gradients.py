@@ -169,6 +169,25 @@ def test_gradients_too_large_to_square_and_gradients_of_zero_are_clipped_right(s
     np.testing.assert_allclose(got, np.array([3.0, 4.0]) * min(1, size), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("size", "l2_norm"), [(6e37, 2.0), (6e37, 1e-3), (1e30, 1e-12)])
+def test_a_share_too_small_for_float32_is_no_zero(size, l2_norm):
+    x = jnp.array([[3.0, 4.0], [0.0, 0.0]]) * np.float32(size)
+    got = per_example.clipped_grad(lambda w, x: w @ x, jnp.zeros(2), x, l2_norm=l2_norm)
+    np.testing.assert_allclose(got, [0.6 * l2_norm, 0.8 * l2_norm], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_half_precision_passes_strict_promotion(dtype):
+    w, x = jnp.ones(3, dtype), jnp.arange(12.0).reshape(4, 3).astype(dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        got = per_example.clipped_grad(lambda w, x: jnp.sum(w * x), w, x, l2_norm=1.0, chunk_size=3)
+        coupling = per_example.example_coupling(lambda x: x * x, x)
+    rows = np.asarray(x, np.float64)
+    wanted = np.sum(rows / np.maximum(1, np.linalg.norm(rows, axis=1, keepdims=True)), 0)
+    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=float(jnp.finfo(dtype).eps) * 2)
+    np.testing.assert_array_equal(np.asarray(coupling) > 0, np.eye(4, dtype=bool))
+
+
 def test_a_traced_bound_that_is_no_number_makes_the_sum_nan():
     clipped = jax.jit(lambda most: per_example.clipped_grad(lambda w, x: w * x, jnp.float32(1), X3, l2_norm=most))
     assert np.isnan(clipped(np.nan))

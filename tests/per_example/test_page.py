@@ -38,6 +38,13 @@ def test_the_module_has_a_gradient_for_each_example_too(names):
     close(jax.tree.map(lambda leaf: leaf[3], names["of_net"]), one)
 
 
+def test_each_example_has_a_mask_of_its_own_under_dropout(names):
+    given = names["weights"], names["images"][3], names["targets"][3], names["mask_keys"][3]
+    close(jax.tree.map(lambda leaf: leaf[3], names["of_dropout"]), jax.grad(names["dropout_loss"])(*given))
+    dropped = np.asarray(names["of_dropout"]["head"]["kernel"][...]) == 0  # (32, 8, 2)
+    assert len({row.tobytes() for row in dropped.all(-1)}) > 1
+
+
 def test_the_clipped_sum_is_within_its_bound_and_the_noise_is_added_to_it(names):
     total = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(names["total"])))
     assert 0 < total <= 32 * names["clip"]

@@ -229,3 +229,27 @@ def test_a_model_in_training_mode_that_a_loss_has_from_outside_is_an_error_with_
     assert np.all(np.asarray(coupling) > 0)
     dropped.eval()
     np.testing.assert_allclose(calls["per_example_grads"](), x.sum(1))
+
+
+NO_PARAMETERS = {
+    "an integer": ({"w": 1.0, "count": jnp.int32(3)}, "params['count'] is int32"),
+    "running statistics": ({"w": 1.0, "stats": STATE}, "params['stats'].count is int32"),
+    "a key": ({"w": 1.0, "key": jax.random.key(0)}, "params['key'] is key<fry>"),
+    "a string": ("images", "params is str"),
+}
+
+
+@pytest.mark.parametrize(("params", "words"), NO_PARAMETERS.values(), ids=NO_PARAMETERS.keys())
+@pytest.mark.parametrize("fn", ["per_example_grads", "clipped_grad", "coupled_grads"])
+def test_parameters_that_nothing_is_differentiated_by_are_an_error_that_names_them(fn, params, words):
+    options = {"l2_norm": 1.0} if fn == "clipped_grad" else {}
+    with pytest.raises(TypeError) as caught:
+        getattr(per_example, fn)(lambda p, x: x, params, jnp.ones(3), **options)
+    assert str(caught.value).startswith(f"{fn}: {words}; params are the floats to differentiate by. ")
+    with pytest.raises(TypeError, match=rf"^{fn}: losse?s?_fn must be a function of params and examples, not called"):
+        getattr(per_example, fn)(jnp.float32(2), 1.0, jnp.ones(3), **options)
+
+
+def test_labels_in_a_list_are_asked_for_as_an_array():
+    with pytest.raises(ValueError, match="one is a scalar; make lists of numbers arrays"):
+        per_example.per_example_grads(lambda w, x, label: w * x, 1.0, jnp.ones(3), [0, 1, 2])
