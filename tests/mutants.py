@@ -144,6 +144,27 @@ MUTANTS = (
         "        g = jnp.where(lost, 0, g)\n",
         (*GRADIENT, "under_each_mask and NaN"),
     ),
+    Mutant(
+        "the layer's bias not scaled in folding",
+        "normjax/fold.py",
+        "    shift = shift * scale\n",
+        "    shift = (shift + mean) - mean * scale\n",
+        ("tests/fold/test_cases.py", "-k", "bias"),
+    ),
+    Mutant(
+        "a short batch counted as a whole one",
+        "normjax/recalibrate.py",
+        "np.where(seen, m, 0.0)",
+        "np.where(seen, 1.0, 0.0)",
+        ("tests/recalibrate", "-k", "three_norms"),
+    ),
+    Mutant(
+        "drift sought ten times as far away",
+        "normjax/_diagnose_faults.py",
+        "    return float(-stdtrit(",
+        "    return 10 * float(-stdtrit(",
+        ("tests/diagnose/test_faults.py", "-k", "planted and drift"),
+    ),
 )
 
 
