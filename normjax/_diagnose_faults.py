@@ -15,6 +15,7 @@ WARM_UP = 0.05  # share of the start values: what Ema(0.1) still holds after 28 
 TINY = 8  # entries: the mean's own noise is then 1/√8 = 0.35 standard deviations
 UNSURE = 1 + 1 / np.sqrt(2 * (RESAMPLES - 1))  # that noise is itself known to 13 %
 FEW_EXAMPLES = 4  # below, resampling makes too few different batches for a standard error
+VARIED = 0.01  # of the layer's median variance: what Ema(0.1) holds of a start of 1 after 44 updates
 HUGE = 1e30  # a variance beyond any eps
 CONSTANT = 16  # float32 roundings of mean²: what E[x²] − E[x]² leaves of a variance of 0
 
@@ -177,11 +178,17 @@ def _constant(each: Measured) -> np.ndarray:
     return (each.var <= rounded) & (each.mean_error <= each.rounding * each.fresh * np.abs(each.mean))
 
 
+def _varied(each: Measured) -> np.ndarray:
+    """Which channels had other values in other batches, by a running variance that the start does not explain."""
+    var = np.real(each.running["var"])
+    return var > max(2 * np.nan_to_num(each.start), VARIED * float(np.median(var)))
+
+
 def _of_the_batch(each: Measured, size: int) -> list[Finding]:
     if each.mean is None:
         return []
     found = []
-    if flat := int(np.sum(_constant(each))):
+    if flat := int(np.sum(_constant(each) & ~_varied(each))):
         found.append(finding("constant channels", each.name, f"{flat} of {each.var.size} channels have variance 0"))
     if each.noise > UNSURE / np.sqrt(TINY):
         evidence = (

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from normjax._diagnose_layers import replaced, sane, values
+from normjax._inputs import kind_of
 from normjax._running import Cumulative, Ema
-from normjax._stats_tree import Norm, find_norms, wide
+from normjax._stats_tree import Norm, find_norms, flatten, wide
 
 SEED = 150203167  # one that users' data are not drawn from
 RESAMPLES = 32  # a standard error from so many is itself known to 1/√(2·31), 13 %
@@ -30,6 +31,7 @@ class Forward:
 
     Attributes:
       layers: of the statistics.
+      paths: of their leaves.
       size: how many examples the batch has.
       leaves: the statistics' leaves, mended so that they can be computed with.
       given: the leaves as they came.
@@ -39,7 +41,8 @@ class Forward:
         # A jitted forward hides what it closes over; compiling is done here.
         self.forward = getattr(forward, "__wrapped__", forward) if hasattr(forward, "lower") else forward
         self.given, self.structure = jax.tree.flatten(stats)
-        self.layers = find_norms(stats)
+        self.layers, paths = find_norms(stats), flatten(stats)[0]
+        self.paths = [paths[i] for layer in self.layers for i in layer.fields.values()]
         self.leaves = sane(self.given, self.layers)
         self.batch = batch
         self.size = _size(batch)
@@ -48,12 +51,16 @@ class Forward:
 
     def call(self, leaves: list, batch, *, train: bool):
         """The outputs' leaves, and the fields of every layer after the call; traceable."""
-        y, new = self.forward(jax.tree.unflatten(self.structure, leaves), batch, train)
+        returned = self.forward(jax.tree.unflatten(self.structure, leaves), batch, train)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(f"diagnose: forward must return a pair, (y, stats); got {kind_of(returned)}.")
+        y, new = returned
         fresh, found = jax.tree.leaves(new), {layer.path: layer for layer in find_norms(new)}
-        if missing := [layer.path for layer in self.layers if layer.path not in found]:
+        if missing := [path for path in self.paths if path not in flatten(new)[0]]:
             raise ValueError(
                 f"diagnose: forward must return (y, stats) with stats like those it was given; what it returned has "
-                f"no mean and var at {missing[0]!r}."
+                f"nothing at {'/'.join(missing[0])!r} (for linen pass the collections, "
+                '{"batch_stats": variables["batch_stats"]}, as mutable returns them).'
             )
         fields = [{field: fresh[n] for field, n in found[layer.path].fields.items()} for layer in self.layers]
         return jax.tree.leaves(y), fields

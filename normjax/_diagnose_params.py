@@ -1,5 +1,6 @@
 """Faults that the parameters show: decay of norms, scales near 0, biases right before batch norm."""
 
+import re
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from normjax._normalize import Affine
 from normjax._stats_tree import COLLECTIONS, wide
 
 NO_SCALE = 1e-3  # of γ = 1: what the channel adds is lost in half precision
+HALF_GRADIENT = 0.03  # where anything is computed in half precision, whose cotangents are rounded to 1/256
 NO_GRADIENT = 1e-3  # of evaluation's, with the same statistics: float32 sums of a million terms that cancel
 
 
@@ -36,7 +38,7 @@ def decayed(params, mask: Any) -> list[Finding]:
     if not names:
         return []
     shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return [finding("decayed norm", names[0].rpartition("/")[0] or "params", f"{len(names)} decay: {shown}")]
+    return [finding("decayed norm", "the mask", f"lets {len(names)} decay: {shown}")]
 
 
 def _centred(node) -> Any:
@@ -108,7 +110,7 @@ def redundant_biases(params, forward: Forward, found: list[Measured]) -> list[Fi
         if each.mean is not None and each.moved:
             leaves = replaced(leaves, each.layer, mean=each.mean, var=np.maximum(each.var, 0))
     names = {id(leaf): name for name, leaf in _named(params)}
-    training, evaluation = (_gradients(forward, leaves, names, train=train) for train in (True, False))
+    (training, nothing), (evaluation, _) = (_gradients(forward, leaves, names, train=train) for train in (True, False))
     both = [name for name in training if name in evaluation]
     if not both:
         return "redundant bias: let forward close over the very arrays of params, as jax arrays, and not be jitted"
@@ -119,13 +121,13 @@ def redundant_biases(params, forward: Forward, found: list[Measured]) -> list[Fi
             f"its gradient is {training[name]:.1e} in training, {evaluation[name]:.1e} in evaluation",
         )
         for name in both
-        if training[name] <= NO_GRADIENT * evaluation[name] and evaluation[name] > 0
+        if training[name] <= nothing * evaluation[name] and evaluation[name] > 0 and not name.endswith("scale")
     ]
     return biases
 
 
-def _gradients(forward: Forward, leaves: list, names: dict[int, str], *, train: bool) -> dict[str, float]:
-    """The largest gradient of each parameter found, for a random cotangent of the outputs."""
+def _gradients(forward: Forward, leaves: list, names: dict[int, str], *, train: bool) -> tuple[dict[str, float], float]:
+    """The largest gradient of each parameter found, for a random cotangent of the outputs, and what share is none."""
 
     def outputs(leaves, batch):
         return [y for y in forward.call(leaves, batch, train=train)[0] if jnp.issubdtype(y.dtype, jnp.inexact)]
@@ -148,7 +150,9 @@ def _gradients(forward: Forward, leaves: list, names: dict[int, str], *, train: 
         return gradients
 
     gradients = pulled([closed.consts[i] for i in at])
-    return {
+    largest = {
         names[id(closed.consts[i])]: float(np.max(np.abs(wide(g)), initial=0))
         for i, g in zip(at, gradients, strict=True)
     }
+    half = re.search(r":b?f16\[", str(closed.jaxpr))
+    return largest, HALF_GRADIENT if half else NO_GRADIENT

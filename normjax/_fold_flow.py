@@ -174,7 +174,7 @@ class Part:
     module: Any
     is_norm: bool
     known: bool  # whether its class is one of those that fold knows, and no subclass
-    inputs: tuple[int, ...] = ()  # of a layer: which inputs of the program its kernel and bias are
+    inputs: tuple[int, ...] = ()  # which inputs of the program its kernel and bias, or parameters and statistics, are
     shape: tuple[int, ...] = ()  # of a layer what it gave, of a norm what it was given
     dtype: Any = None  # of what it gave
     frozen: Any = False  # of a norm: whether it used the running statistics
@@ -249,15 +249,15 @@ def _check_norm(flow: Flow, norm: Part) -> None:
         raise Refusal(f"it is called {calls} times" if calls else "it is not called, or nothing comes of it")
     if not norm.frozen:
         raise Refusal("it is in training mode, and normalises by the batch")
+    if _read_outside(flow, norm):
+        raise Refusal("its parameters or statistics are read outside its call too")
 
 
 def _check_layer(flow: Flow, layer: Part) -> None:
     """Refuses a layer that is called once, for its kernel or for how it computes."""
-    begin, end = min(flow.edges(layer, "in"), default=0), flow.edges(layer, "out")[0]
-    read = [flow.readers(value) for value in layer.inputs]
-    if any(value in flow.outputs for value in layer.inputs) or any(not begin < i < end for own in read for i in own):
+    if _read_outside(flow, layer):
         raise Refusal(f"the kernel or bias of {layer.path} is read outside its call too")
-    if not read or not all(read):
+    if not layer.inputs or not all(map(flow.readers, layer.inputs)):
         raise Refusal(f"{layer.path} does not compute with the kernel that it holds")
     defaults = inspect.signature(type(layer.module).__init__).parameters
     for name in _OWN:
@@ -265,6 +265,13 @@ def _check_layer(flow: Flow, layer: Part) -> None:
             raise Refusal(f"{layer.path} has a {name} of its own, which need not be linear")
     if getattr(layer.module, "batch_axis", None) or getattr(layer.module, "batch_dims", None):
         raise Refusal(f"{layer.path} has a kernel for each entry of a batch axis")
+
+
+def _read_outside(flow: Flow, part: Part) -> bool:
+    """Whether anything but the one call of a part reads its variables."""
+    begin, end = min(flow.edges(part, "in"), default=0), flow.edges(part, "out")[0]
+    read = [i for value in part.inputs for i in flow.readers(value)]
+    return not flow.outputs.isdisjoint(part.inputs) or any(not begin < i < end for i in read)
 
 
 def _reader(step: _Step, parts: list[Part]) -> str:

@@ -156,7 +156,10 @@ def _flow(module: nn.Module, variables: dict, parts: dict[Path, Part], args: tup
         if called.path not in parts:
             known = kind in (norms if is_norm else _LAYERS)
             own = _at(numbered.get("params", {}), called.path)
-            inputs = tuple(own[name] for name in ("kernel", "bias") if name in own)
+            if is_norm:
+                own = {**own, **_at(numbered.get("batch_stats", {}), called.path)}
+            names = ("scale", "bias", "mean", "var") if is_norm else ("kernel", "bias")
+            inputs = tuple(own[name] for name in names if name in own)
             parts[called.path] = Part(
                 len(parts), "/".join(called.path) or "(the model)", called, is_norm, known, inputs
             )

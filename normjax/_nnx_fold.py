@@ -146,8 +146,8 @@ def _flow(model: Any, args: tuple, kwargs: dict) -> Flow:
     modules: list[tuple[Any, Any]] = list(nnx.iter_modules(numbered))
     for _, node in modules:
         part = getattr(node, "part", None)
-        if isinstance(part, Part) and not part.is_norm:
-            held = (node.kernel, node.bias)
+        if isinstance(part, Part):
+            held = (node.scale, node.bias, node.mean, node.var) if part.is_norm else (node.kernel, node.bias)
             part.inputs = tuple(variable.get_value() for variable in held if variable is not None)
     try:
         return Flow(program, variables, arrays)

@@ -50,7 +50,9 @@ def recalibrate(
       batches: of anything that step takes, of equal or unequal sizes; with `layers` iterated once for each.
       layers: paths of norms in `stats`, such as "blocks/0/norm", in the order in which the data pass them; all norms
         below a path go together. Then step(stats, batch, layer) has the norms at `layer` train and all others evaluate.
-      entries: entries(batch) → how many entries it pools, in any unit. By default the size of its arrays says it.
+      entries: entries(batch) → how many entries it pools, in any unit. By default every example counts alike, so that
+        batches differ in the leading axis of their arrays alone; lengths or a mask of numbers among them are not known
+        for such: there pass this.
         Averages that count entries (`Cumulative()`) say it themselves, masked ones left out.
       unbiased: whether step stores m/(m−1) times the variance (`Ema.torch`; Flax's norms never do). Then m is measured
         by passing the first batch twice over, unless entries are counted.
@@ -64,7 +66,8 @@ def recalibrate(
     Raises:
       ValueError: no batches, nothing moved, something that cannot be known (the message says what to pass), layers
         that are none, are out of order or do not evaluate.
-      TypeError: statistics below float32, traced ones, a step that returns something else.
+      TypeError: statistics below float32, traced ones, a step that is no function or returns something else, batches
+        that are none.
 
     Example:
       >>> import normjax as nj
@@ -76,6 +79,10 @@ def recalibrate(
     References:
       Izmailov et al. (2018), Averaging Weights Leads to Wider Optima and Better Generalization, section 3.2.
     """
+    if not callable(step):
+        raise TypeError(f"{FN}: step must be a function (stats, batch) → stats; got {kind_of(step)}.")
+    if not isinstance(batches, Iterable) or hasattr(batches, "dtype"):
+        raise TypeError(f"{FN}: batches must be an iterable of batches, such as a list; got {kind_of(batches)}.")
     unbiased = static_bool(FN, "unbiased", unbiased)
     tree = StatsTree.read(stats)
     sizes = _Sizes(entries)
@@ -243,11 +250,11 @@ def _new_weight(path: str, kept: np.ndarray, dtype) -> float:
 
 
 class _Sizes:
-    """How large a batch is, beside the first one that was asked about."""
+    """How many entries a batch has, beside the first one that was asked about."""
 
     def __init__(self, entries: Callable[[Any], Any] | None):
         self.entries = entries
-        self.first: list[int] | None = None
+        self.first: list[tuple[int, ...]] | None = None
 
     def __call__(self, batch) -> float:
         """Raises where that cannot be known."""
@@ -257,15 +264,17 @@ class _Sizes:
                 raise ValueError(f"{FN}: entries(batch) must be a number of at least 0; got {size!r}.")
             return float(size)
         arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
-        sizes = [math.prod(np.shape(leaf)) for leaf in arrays]
-        self.first = self.first or sizes
-        same = len(sizes) == len(self.first)
-        ratios = {size / first if first else math.nan for size, first in zip(sizes, self.first, strict=False)}
-        if not same or len(ratios) != 1 or any(str(getattr(leaf, "dtype", "")).endswith("bool") for leaf in arrays):
+        shapes = [np.shape(leaf) for leaf in arrays]
+        self.first = self.first or shapes
+        alike = [shape[1:] for shape in shapes] == [shape[1:] for shape in self.first]
+        ratios = {
+            size / first if first else math.nan for (size, *_), (first, *_) in zip(shapes, self.first, strict=False)
+        }
+        if not alike or len(ratios) != 1 or any(str(getattr(leaf, "dtype", "")).endswith("bool") for leaf in arrays):
             raise ValueError(
-                f"{FN}: how many entries a batch has cannot be seen in arrays of shapes "
-                f"{[np.shape(leaf) for leaf in arrays]} (the first batch: sizes {self.first}; a boolean one may be a "
-                "mask). Pass entries=lambda batch: ..., or let the norms count: running=Cumulative()."
+                f"{FN}: how many entries a batch has cannot be seen in arrays of shapes {shapes} (the first batch: "
+                f"{self.first}; a boolean one may be a mask). Pass entries=lambda batch: ..., or let the norms count: "
+                "running=Cumulative()."
             )
         return ratios.pop()
 

@@ -27,6 +27,7 @@ from normjax.lab.errors import UserError
 
 CONFIG, METRICS, CURVES, CHECKPOINTS = "config.toml", "metrics.jsonl", "curves.png", "checkpoints"
 DIGESTS = "sha256.json"
+FOLDED = "model.safetensors"  # what normjax fold writes beside a config
 
 
 def next_folder(source: str, root: Path = Path("runs")) -> Path:
@@ -64,7 +65,7 @@ def check_free(folder: Path) -> None:
     _check_path("--out", folder)
     if folder.is_dir() and not any(folder.iterdir()):
         return
-    if (folder / CONFIG).exists():
+    if (folder / CONFIG).exists() and not (folder / FOLDED).exists():
         raise UserError(
             f"--out {folder}: this run folder exists; go on with it by {resume_command(folder)}, or name another"
         )
@@ -149,6 +150,8 @@ class RunFolder:
         """An existing folder with a checkpoint of the same config, and metrics in epochs of `per_epoch` steps."""
         steps = _steps(path)
         if not steps:
+            if (path / FOLDED).exists():
+                raise UserError(f"run folder {path}: holds a folded network; give the run that it was folded from")
             raise UserError(f"run folder {path}: holds no checkpoint yet; start anew: normjax train {path / CONFIG}")
         whole = [step for step in steps if (path / CHECKPOINTS / str(step) / DIGESTS).exists()]
         if not whole:

@@ -159,3 +159,42 @@ def test_wrong_arguments_are_refused_in_words(options, words):
     arguments = {"forward": forward, "stats": FRESH, "batch": X, **options}
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         diagnose(arguments.pop("forward"), arguments.pop("stats"), arguments.pop("batch"), **arguments)
+
+
+def test_other_statistics_than_those_given_are_an_error():
+    wrapped = lambda stats, x, train: (x, {"batch_stats": stats})  # noqa: E731
+    given = {"norm": {"mean": jnp.zeros(2), "var": jnp.ones(2)}}
+    with pytest.raises(ValueError, match=r"^diagnose: forward must return \(y, stats\) .* nothing at 'norm/mean'"):
+        diagnose(wrapped, given, X)
+    with pytest.raises(TypeError, match=r"^diagnose: forward must return a pair, \(y, stats\); got"):
+        diagnose(lambda stats, x, train: x, given, X)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.02])
+def test_features_that_are_rare_are_not_constant(share):
+    rng = np.random.default_rng(1)
+    draw = lambda: jnp.asarray(rng.random((64, 16)) < share, jnp.float32)  # noqa: E731
+    stats = nj.BatchStats.init(C=16)
+    step = jax.jit(lambda stats, x: forward(stats, x, True)[1])
+    for _ in range(400):
+        stats = jax.block_until_ready(step(stats, draw()))
+    x = draw()
+    assert np.any(np.var(x, 0) == 0)
+    assert "constant channels" not in {finding.fault for finding in diagnose(forward, stats, x).findings}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_bias_before_batch_norm_is_redundant_in_half_precision_too(dtype):
+    rng = np.random.default_rng(2)
+    params = {"kernel": jnp.asarray(rng.normal(size=(2, 2)), jnp.float32), "bias": jnp.ones(2)}
+
+    def biased(stats, x, train):
+        z = x.astype(dtype) @ params["kernel"].astype(dtype) + params["bias"].astype(dtype)
+        y, stats = forward(stats, z, train)
+        return jnp.tanh(y) * (1 + x), stats
+
+    stats = FRESH
+    for _ in range(60):
+        _, stats = biased(stats, X, True)
+    found = diagnose(biased, stats, X, params=params).findings
+    assert [(finding.fault, finding.layer) for finding in found] == [("redundant bias", "bias")]

@@ -245,6 +245,11 @@ REFUSED = {
         X,
         "what layer gives is read by whoever calls the model too",
     ),
+    "a mean that the model reads": (
+        lambda: Model(lambda m, x: chain(m, x) + m.norm.mean[...], layer=conv(), norm=norm()),
+        X,
+        "its parameters or statistics are read outside its call too",
+    ),
     "a callback": (lambda: Model(printed, layer=conv(), norm=norm()), X, "what layer gives is read by `debug_"),
     "a norm before a padded convolution": (
         lambda: Model(lambda m, x: m.layer(m.norm(x)), layer=conv(), norm=norm(3)),

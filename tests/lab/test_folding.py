@@ -61,7 +61,7 @@ def test_the_command_writes_two_files_prints_what_came_of_it_and_leaves_the_run_
         r"blocks\.0\.norm +folded into blocks\.0\.conv",
         r"largest difference of the logits +\d\.\de-\d\d",
         r"accuracy on 360 held-out images +(\S+) before, \1 after",
-        r"time for 8 images +\d+ µs before, \d+ µs after \(\d\.\d\d of it\)",
+        r"time for 8 images +\d+ µs before, \d+ µs after \(median ratio \d\.\d\d\)",
     ):
         assert re.search(pattern, shown), shown
     arrays = load_file(out / "model.safetensors")

@@ -82,8 +82,20 @@ WRONG = {
     "arrays that grow differently": (
         (lambda stats, batch: step(stats, batch[0]), FRESH, [(BATCHES[0], np.ones(3)), (BATCHES[1], np.ones(3))]),
         {},
-        "cannot be seen in arrays of shapes [(8, 2), (3,)] (the first batch: sizes [32, 3]",
+        "cannot be seen in arrays of shapes [(8, 2), (3,)] (the first batch: [(16, 2), (3,)]",
     ),
+    "images of another size": (
+        (lambda stats, x: step(stats, x.reshape(-1, 2)), FRESH, [BATCHES[0], BATCHES[0].reshape(4, -1)]),
+        {},
+        "how many entries a batch has cannot be seen in arrays of shapes [(4, 8)] (the first batch: [(16, 2)]",
+    ),
+    "no step": ((None, FRESH, BATCHES), {}, "step must be a function (stats, batch) → stats; got NoneType."),
+    "batches that are none": (
+        (step, FRESH, None),
+        {},
+        "batches must be an iterable of batches, such as a list; got NoneType.",
+    ),
+    "one batch": ((step, FRESH, BATCHES[0]), {}, "batches must be an iterable of batches, such as a list; got"),
     "no number of entries": (
         (step, FRESH, BATCHES),
         {"entries": lambda x: x},

@@ -204,7 +204,10 @@ def test_entries_say_how_many_rows_a_mask_keeps(rng):
 
 def test_images_of_several_sizes_weigh_by_their_positions(rng):
     images = [rng.normal(i, 1, (4, side, side, 2)).astype(np.float32) for i, side in enumerate((3, 5, 4))]
-    stats = recalibrate(single(layout="N H W C", axis_names="N H W"), nj.BatchStats.init(C=2), images)
+    step = single(layout="N H W C", axis_names="N H W")
+    with pytest.raises(ValueError, match="how many entries a batch has cannot be seen"):
+        recalibrate(step, nj.BatchStats.init(C=2), images)
+    stats = recalibrate(step, nj.BatchStats.init(C=2), images, entries=np.size)
     close(stats.mean, stats.var, np.concatenate([image.reshape(-1, 2) for image in images]))
 
 
