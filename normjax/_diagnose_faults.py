@@ -284,7 +284,8 @@ def of_eps(forward: Forward, each: Measured) -> list[Finding] | str:
     Needs no knowledge of how eps is given. A text says why it could not be told.
     """
     var = each.running["var"] if each.var is None else each.var
-    real = np.isfinite(var) & (var > 0) & ~(False if each.mean is None else _constant(each))
+    constant = np.zeros(var.shape, bool) if each.mean is None else _constant(each)
+    real = np.isfinite(var) & (var > 0) & ~constant
     if not each.used or not np.any(real):
         return []
     stored = np.asarray(forward.leaves[each.layer.fields["var"]])
