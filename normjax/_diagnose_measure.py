@@ -55,8 +55,9 @@ class Forward:
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(f"diagnose: forward must return a pair, (y, stats); got {kind_of(returned)}.")
         y, new = returned
-        fresh, found = jax.tree.leaves(new), {layer.path: layer for layer in find_norms(new)}
-        if missing := [path for path in self.paths if path not in flatten(new)[0]]:
+        found = {layer.path: layer for layer in find_norms(new)}
+        paths, fresh, _ = flatten(new)
+        if missing := [path for path in self.paths if path not in paths]:
             raise ValueError(
                 f"diagnose: forward must return (y, stats) with stats like those it was given; what it returned has "
                 f"nothing at {'/'.join(missing[0])!r} (for linen pass the collections, "

@@ -193,9 +193,8 @@ def _batch_norm(
 
 def _refuse_single_examples(spec: Spec, params, state) -> None:
     """Raises ValueError where batch statistics would be those of one example, as under `per_example_grads`."""
-    if _mapped.EXAMPLE in spec.mapped or not _mapped.is_bound(_mapped.EXAMPLE):
-        return
-    if _keeps_the_example(spec, params, state):
+    alone = _mapped.EXAMPLE not in spec.mapped and _mapped.is_bound(_mapped.EXAMPLE)
+    if not alone or _keeps_the_example(spec, params, state):
         return
     raise ValueError(
         f"{spec.fn}: the mapped axis 'example' (of per_example_grads and clipped_grad) has each example alone, so that "

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save
 import normjax as nj
 from normjax import linen as our_linen
 from normjax import nnx as our_nnx
+from normjax._decay import path_names
 from normjax._fold_flow import Folds
 from normjax.fold import fold
 from normjax.lab import runs
@@ -178,9 +179,8 @@ def load(path: str | Path) -> Model:
 
 
 def _dotted(place: Iterable[Any]) -> str:
-    """The name in the file of a leaf; nnx ends with a variable's value."""
-    names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in place]
-    return ".".join(name for name in names if name not in ("", "value"))
+    """The name in the file of a leaf."""
+    return ".".join(map(str, path_names(place)))
 
 
 def _logits(config: Config) -> Callable[..., jax.Array]:
