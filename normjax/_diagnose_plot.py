@@ -25,14 +25,16 @@ def figure(report: Report) -> Any:
     noisy.set_xlim(0, max(0.5, 1.1 * float(np.nanmax(noises, initial=0))))
     faulty = {finding.layer for finding in report.findings}
     far.set_yticks(rows, [f"{name} *" if name in faulty else name for name in report.layers])
+    if faulty.intersection(report.layers):
+        far.set_ylabel("layer (* has a finding)")
     far.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     for axis in (far, noisy):
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", alpha=0.3)
     handles = [*far.get_legend_handles_labels()[0], *noisy.get_legend_handles_labels()[0]]
     drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
-    found = ", ".join(dict.fromkeys(finding.fault for finding in report.findings)) or "nothing found"
-    drawn.suptitle(found, fontsize=11)
+    found = ", ".join(dict.fromkeys(finding.fault for finding in report.findings))
+    drawn.suptitle(f"found: {found}" if found else "nothing found", fontsize=11)
     return drawn
 
 
@@ -46,7 +48,8 @@ def _distances(axis: Any, report: Report) -> None:
             axis.plot(part, np.full(part.size, row), "o", color=colour, markersize=4, alpha=0.5, markeredgewidth=0)
         if np.isfinite(limit):
             axis.plot([limit, limit], [row - 0.3, row + 0.3], color=_LIMIT, label=None if row else "limit of chance")
-    axis.plot([], [], "o", color=_FINE, markersize=4, label="a channel")
+    for colour, label in ((_FINE, "a channel"), (_FAR, "a channel beyond it")):
+        axis.plot([], [], "o", color=colour, markersize=4, label=label)
     axis.set_xscale("symlog", linthresh=10)
     ticks = [step * 10**power for power in range(20) for step in (1, 3) if 10 <= step * 10**power <= 2 * largest]
     axis.set_xticks([0, 5, *ticks], [f"{tick:g}" for tick in (0, 5, *ticks)])
