@@ -15,6 +15,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from normjax import _flax_axes
 from normjax._flax import statistics
@@ -83,7 +84,7 @@ def marked(tree, number: int, edge: str):
 
 
 class _Step(NamedTuple):
-    what: str
+    what: str  # the primitive, and the function around it, in the words of a reason
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     shape: tuple[int, ...]  # of what it writes first
@@ -115,8 +116,11 @@ class Flow:
         self._count += number
         return list(range(self._count - number, self._count))
 
-    def _run(self, jaxpr, given: Iterable[int], steps: list[_Step]) -> list[int]:
-        """Appends the steps of a jaxpr, those of calls in their place, and returns what it gives."""
+    def _run(self, jaxpr, given: Iterable[int], steps: list[_Step], within: str = "") -> list[int]:
+        """Appends the steps of a jaxpr, those of calls in their place, and returns what it gives.
+
+        `within` is the innermost function with a name that the jaxpr is of: JAX's `relu` tells more than its `max`.
+        """
         values = dict(zip(jaxpr.invars, given, strict=True))
         values |= dict(zip(jaxpr.constvars, self._new(len(jaxpr.constvars)), strict=True))
         value = lambda atom: self._new(1)[0] if isinstance(atom, jex.Literal) else values[atom]  # noqa: E731
@@ -124,13 +128,14 @@ class Flow:
             reads, what = [value(atom) for atom in eqn.invars], eqn.primitive.name
             bodies = list(jex.jaxprs_in_params(eqn.params))
             if what in _ONCE and len(bodies) == 1 and len(bodies[0].invars) == len(reads):
-                writes = self._run(bodies[0], reads, steps)
+                writes = self._run(bodies[0], reads, steps, str(eqn.params.get("name") or within))
             elif what == "name" and _mark(eqn) is None:
                 writes = reads  # a name that the model gives for itself
             else:
                 writes, inside = self._new(len(eqn.outvars)), frozenset(_marks(bodies))
                 shape = tuple(eqn.outvars[0].aval.shape) if eqn.outvars else ()
-                step = _Step(what, tuple(reads), tuple(writes), shape, _mark(eqn), inside, bool(eqn.effects))
+                said = f"`{what}` in `{within}`" if within.isidentifier() and within != what else f"`{what}`"
+                step = _Step(said, tuple(reads), tuple(writes), shape, _mark(eqn), inside, bool(eqn.effects))
                 steps.append(step)
             values |= dict(zip(eqn.outvars, writes, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
@@ -221,7 +226,7 @@ def _layer_of(flow: Flow, parts: list[Part], norm: Part) -> Part:
         raise Refusal("its x is an input of the model, with no layer before it")
     layer = parts[step.mark[0]] if step.mark else None
     if layer is None or layer.is_norm:
-        what = f"`{step.what}`" if layer is None else layer.path
+        what = step.what if layer is None else layer.path
         raise Refusal(f"its x comes from {what}, not straight from a dense layer or a convolution")
     if not layer.known:
         raise Refusal(f"{layer.path} is a {type(layer.module).__name__}, which is no layer that fold knows")
@@ -243,7 +248,7 @@ def _check_norm(flow: Flow, norm: Part) -> None:
     if not norm.known:
         raise Refusal(f"{type(norm.module).__name__} is a subclass of BatchNorm, and what it adds would be lost")
     if norm.number in flow.looped:
-        raise Refusal(f"it is called inside `{flow.looped[norm.number]}`")
+        raise Refusal(f"it is called inside {flow.looped[norm.number]}")
     calls = len(flow.edges(norm, "out"))
     if calls != 1:
         raise Refusal(f"it is called {calls} times" if calls else "it is not called, or nothing comes of it")
@@ -275,7 +280,7 @@ def _read_outside(flow: Flow, part: Part) -> bool:
 
 
 def _reader(step: _Step, parts: list[Part]) -> str:
-    return parts[step.mark[0]].path if step.mark else f"`{step.what}`"
+    return parts[step.mark[0]].path if step.mark else step.what
 
 
 def folded(norm: Part, layer: Part, arrays: dict[str, Any], kernel, bias) -> tuple[jax.Array, jax.Array]:
@@ -293,9 +298,12 @@ def folded(norm: Part, layer: Part, arrays: dict[str, Any], kernel, bias) -> tup
     stats = dataclasses.replace(statistics(held), names=channels)
     params = Affine(shaped["scale"], shaped["bias"], channels, getattr(norm.module, "zero_centered", False))
     try:
-        return fold(kernel, bias, params, stats, layout=layout, eps=norm.module.epsilon)
+        new = fold(kernel, bias, params, stats, layout=layout, eps=norm.module.epsilon)
     except (TypeError, ValueError) as error:
         raise Refusal(str(error)) from error
+    if not all(isinstance(array, Tracer) or jnp.all(jnp.isfinite(array)) for array in new):
+        raise Refusal(f"{layer.path} with it would not be finite in {new[0].dtype}")
+    return new
 
 
 def _numbered(axes: tuple[int, ...]) -> str:

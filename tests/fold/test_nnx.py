@@ -46,6 +46,13 @@ def norm(features=4, kind=nnx.BatchNorm, **settings):
     return made
 
 
+def loud():
+    """A norm of large scales."""
+    made = norm()
+    made.scale.set_value(jnp.full(4, 1e6))
+    return made
+
+
 def conv(inputs=3, features=4, kind=flax_nnx.Conv, window=(3, 3), **settings):
     return kind(inputs, features, window, **settings, rngs=flax_nnx.Rngs(1))
 
@@ -225,7 +232,7 @@ REFUSED = {
     "an activation between": (
         lambda: Model(lambda m, x: m.norm(nnx_relu(m.layer(x))), layer=conv(), norm=norm()),
         X,
-        "its x comes from `max`, not straight from a dense layer or a convolution",
+        "its x comes from `max` in `relu`, not straight from a dense layer or a convolution",
     ),
     "a norm used twice": (lambda: Model(twice, layer=conv(), other=conv(), norm=norm()), X, "it is called 2 times"),
     "a layer used twice": (lambda: Model(shared_layer, layer=conv(), norm=norm()), X, "layer is called 2 times"),
@@ -293,6 +300,11 @@ REFUSED = {
         lambda: Model(penalised, layer=dense(), norm=norm()), ROWS, "the kernel or bias of layer is read outside"
     ),
     "a kernel of two layers": (one_kernel, ROWS, "the kernel or bias of layer is read outside its call too"),
+    "a scale beyond float16": (
+        lambda: Model(chain, layer=dense(param_dtype=jnp.float16), norm=loud()),
+        ROWS,
+        "layer with it would not be finite in float16",
+    ),
     "a subclass of a layer": (
         lambda: Model(chain, layer=conv(kind=Mine), norm=norm()), X, "layer is a Mine, which is no layer that fold"
     ),
