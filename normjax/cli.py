@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         return _complain(f"normjax: error: {error}", 2)
     except KeyboardInterrupt:
-        return _complain("normjax: interrupted before it began; nothing was changed", 130)
+        return _complain("normjax: interrupted; nothing was changed", 130)
     except BrokenPipeError:  # whoever read our output went away
         _drop_output()
         return 1
@@ -175,6 +175,10 @@ def _after_training(name: str, arguments: list[str]) -> int:
         return module.run(read, options.out) if writes else module.run(read)
     except UserError as error:
         raise _UsageError(str(error)) from error
+    except KeyboardInterrupt:
+        if not writes or not options.out.exists():
+            raise
+        return _complain(f"normjax: interrupted; {options.out} may lack something", 130)
 
 
 def _train(arguments: list[str]) -> int:

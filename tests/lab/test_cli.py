@@ -173,5 +173,5 @@ def test_an_interrupt_before_training_says_so_and_exits_130(monkeypatch, capsys,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(configs, "load", interrupted)
     assert main(["train", *TINY]) == 130
-    assert capsys.readouterr().err == "normjax: interrupted before it began; nothing was changed\n"
+    assert capsys.readouterr().err == "normjax: interrupted; nothing was changed\n"
     assert tree(tmp_path) == {}

@@ -84,6 +84,22 @@ def test_the_command_refuses_a_run_of_another_norm_and_makes_no_folder(run, tmp_
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_interrupt_says_whether_there_is_a_new_folder(begun, run, tmp_path, capsys, monkeypatch):
+    new = tmp_path / "new"
+
+    def interrupted(run, out):
+        if begun:
+            out.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finished, "read", lambda path: run)
+    monkeypatch.setattr(folding, "run", interrupted)
+    assert main(["fold", "old", "--out", str(new)]) == 130
+    said = f"{new} may lack something" if begun else "nothing was changed"
+    assert capsys.readouterr().err == f"normjax: interrupted; {said}\n"
+
+
 def test_a_folder_without_a_folded_network_is_refused(unbroken, tmp_path):
     with pytest.raises(UserError, match=r"has no model\.safetensors; give the one that normjax fold wrote"):
         folding.load(unbroken[0])
