@@ -172,9 +172,12 @@ class _Population:
 def _measure(tree: StatsTree, norms, step, batches, sizes: "_Sizes", unbiased: bool) -> dict[Norm, _Population]:
     """The population of each norm that step moves, in one pass."""
     found: dict[Norm, _Population] = {}
-    empty = True
+    empty = "batches holds none"
     for batch in batches:
-        empty, size = False, functools.partial(sizes, batch)
+        if sizes.is_empty(batch):
+            empty = empty and "entries(batch) is 0 for every batch"
+            continue
+        empty, size = "", functools.partial(sizes, batch)
         moved = {norm: one for norm, one in _call(tree, norms, step, batch).items() if np.any(one.seen)}
         if new := [norm for norm in moved if norm not in found]:
             from_huge = _call(tree, norms, step, batch, mean=HUGE)
@@ -189,7 +192,7 @@ def _measure(tree: StatsTree, norms, step, batches, sizes: "_Sizes", unbiased: b
         for norm, total in zip(moved, merged, strict=True):
             found[norm].total = jax.tree.map(np.asarray, total)
     if empty:
-        raise ValueError(f"{FN}: batches holds none.")
+        raise ValueError(f"{FN}: {empty}.")
     return found
 
 
@@ -277,6 +280,10 @@ class _Sizes:
                 "running=Cumulative()."
             )
         return ratios.pop()
+
+    def is_empty(self, batch) -> bool:
+        """Whether the caller says that nothing in it counts."""
+        return self.entries is not None and self(batch) == 0
 
 
 def _twice(leaf):

@@ -101,6 +101,11 @@ WRONG = {
         {"entries": lambda x: x},
         "entries(batch) must be a number of at least 0; got array(",
     ),
+    "no entry at all": (
+        (step, FRESH, BATCHES),
+        {"entries": lambda x: 0},
+        "entries(batch) is 0 for every batch.",
+    ),
     "unbiased by chance": (
         (random, FRESH, BATCHES),
         {"unbiased": True},

@@ -202,6 +202,20 @@ def test_entries_say_how_many_rows_a_mask_keeps(rng):
     close(stats.mean, stats.var, x[where[:, 0]])
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_batch_of_padding_alone_is_left_out_where_entries_says_so(first, rng):
+    real, padding = rng.normal(3, 2, (12, 3)).astype(np.float32), np.zeros((12, 3), np.float32)
+    stats = recalibrate(
+        single(running=nj.Ema(0.1, unbiased=True)),
+        nj.BatchStats.init(C=3),
+        [padding, real] if first else [real, padding],
+        entries=lambda x: len(x) * x.any(),
+        unbiased=True,
+    )
+    close(stats.mean, stats.var, real)
+    assert stats.count == 1
+
+
 def test_images_of_several_sizes_weigh_by_their_positions(rng):
     images = [rng.normal(i, 1, (4, side, side, 2)).astype(np.float32) for i, side in enumerate((3, 5, 4))]
     step = single(layout="N H W C", axis_names="N H W")
