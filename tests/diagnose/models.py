@@ -33,11 +33,19 @@ def build(kind: str, shape: str, seed: int, *, bias: bool = False, eps: float = 
     return {"pure": _pure, "linen": _linen, "nnx": _nnx}[kind](shape, seed, bias, eps)
 
 
-def examples(shape: str, rng: np.random.Generator, size: int = 64, side: int = 4):
-    """Random inputs: vectors of 5, or images with 2 channels, smooth enough that positions are alike."""
-    if shape == "dense":
-        return jnp.asarray(rng.normal(size=(size, 5)), jnp.float32)
-    return jnp.asarray(rng.normal(size=(size, side, side, 2)) + rng.normal(size=(size, 1, 1, 2)), jnp.float32)
+def examples(shape: str, rng: np.random.Generator, size: int = 64, side: int = 4, padded: bool = False):
+    """Random inputs: vectors of 5, or images with 2 channels, smooth enough that positions are alike.
+
+    Padded, they are sequences of such vectors, or images, of 1 to `side` positions or lines; the rest is 0.
+    """
+    if shape == "conv":
+        x = rng.normal(size=(size, side, side, 2)) + rng.normal(size=(size, 1, 1, 2))
+    else:
+        x = rng.normal(size=(size, side, 5) if padded else (size, 5))
+    if padded:
+        real = np.arange(side) < rng.integers(1, side + 1, size=(size, 1))
+        x = x * real.reshape(size, side, *(1,) * (x.ndim - 2))
+    return jnp.asarray(x, jnp.float32)
 
 
 def trained(net: Net, rng: np.random.Generator, shape: str, updates: int = 60, **options):
@@ -72,9 +80,7 @@ def _pure(shape, seed, bias, eps):
     params = _drawn(params, seed)
 
     def apply(params, stats, x, train):
-        new, axes = {}, {"layout": "N C", "axis_names": "N"}
-        if shape == "conv":
-            axes = {"layout": "N H W C", "axis_names": "N H W"}
+        new, axes = {}, {"layout": "... C", "axis_names": "..."}
         for name in ("one", "two"):
             own = params[name]
             if shape == "dense":

@@ -26,15 +26,15 @@ class Plant:
     options: dict = dataclasses.field(default_factory=dict)
 
 
-def healthy(kind, shape, rng, *, net: Net | None = None, seed=0, side=4, size=64, updates=60) -> Plant:
+def healthy(kind, shape, rng, *, net: Net | None = None, seed=0, side=4, size=64, updates=60, padded=False) -> Plant:
     """A network whose statistics rest on so many batches, with the means to check what a network has."""
     net = net or build(kind, shape, seed)
 
     def forward(stats, x, train):
         return net.apply(net.params, stats, x, train)
 
-    stats = trained(net, rng, shape, updates, side=side)
-    return Plant(forward, stats, examples(shape, rng, size, side), net.params, net.apply)
+    stats = trained(net, rng, shape, updates, side=side, padded=padded)
+    return Plant(forward, stats, examples(shape, rng, size, side, padded), net.params, net.apply)
 
 
 def with_params(net: Net, name: str, edit) -> Net:
@@ -142,6 +142,12 @@ def batch_mates_leak(kind, shape, rng):
     return plant
 
 
+def padding_pooled(kind, shape, rng):
+    plant = healthy(kind, shape, rng, padded=True)
+    plant.options["pad_axis"] = 1
+    return plant
+
+
 def replicas_differ(kind, shape, rng):
     plants = [healthy(kind, shape, np.random.default_rng(i)) for i in range(2)]
     plants[0].stats = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(plant.stats for plant in plants))
@@ -177,6 +183,7 @@ PLANTS = {
     "negative variance": negative_variance,
     "half precision": half_precision,
     "batch-mates leak": batch_mates_leak,
+    "padding pooled": padding_pooled,
     "replicas differ": replicas_differ,
     "redundant bias": redundant_bias,
     "scale near 0": scale_near_zero,
