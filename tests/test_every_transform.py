@@ -337,13 +337,17 @@ TRANSFORMS = {
 
 
 def cells() -> list:
-    """All of the table, of which every run takes the families of a row, and `-m matrix` the others."""
+    """All of the table, of which every run takes the families of a row, and `-m matrix` the others.
+
+    The plain formula by another path ("autodiff") is taken in the rows of one family alone.
+    """
     made = []
     for at, (name, row) in enumerate(TRANSFORMS.items()):
         often = row.families or (FAMILIES[at % len(FAMILIES)],)
         case = [] if row.case is None else [pytest.mark.case(row.case)]
         for family, derivative in itertools.product(FAMILIES, DERIVATIVES):
-            marks = case if family in often else [*case, pytest.mark.matrix]
+            every_run = family in often and (derivative != "autodiff" or len(often) == 1)
+            marks = case if every_run else [*case, pytest.mark.matrix]
             made.append(pytest.param(name, family, derivative, marks=marks))
     return made
 

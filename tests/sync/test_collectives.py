@@ -10,6 +10,7 @@ import pytest
 import normjax as nj
 from benchmarks.deviceless import hlo
 from normjax import _mapped, reference
+from tests.derivatives import DERIVATIVES, dear
 from tests.quick import quick_jit
 from tests.sync.mappings import DATA, GRADIENT, NORM, NORMED, PARAMETER, STATE, Mapping, Pmap, ShardMap, Vmap
 
@@ -20,7 +21,6 @@ SPREAD = {
     "unchecked shard_map": ShardMap(*EIGHT, check=False),
     "shard_map": ShardMap(*EIGHT),
 }
-DERIVATIVES = ("vjp", "jvp", "autodiff")
 # Each device's means, and what rounding left out of six of them in five more; and the sum of all devices' squares.
 FORWARD = FLOAT * (DEVICES * (2 * CHANNELS - CHANNELS // 6) + CHANNELS)
 MOST = FLOAT * DEVICES * (2 * CHANNELS + 1)
@@ -165,11 +165,15 @@ def _standardised(devices: int, masked: bool):
     return jax.jit(Vmap(("data",), (devices,)).wrap(norm, (DATA, DATA), (DATA, DATA, DATA)))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("devices", [2, 8, 40])
-@pytest.mark.parametrize(("mean", "apart"), [(1e4, 0.0), (1e4, 1.0), (1e4, 100.0), (-1e6, 1.0), (1e7, 3.0)])
-@pytest.mark.parametrize("rows", [64, 12])  # 1/12 is no float: e's last product is rounded
-def test_a_mean_of_ten_thousand_costs_nothing(rows, mean, apart, devices, masked, rng):
+@dear(
+    lambda rows, means_at, devices, masked: masked == (rows == 12),
+    rows=[64, 12],  # 1/12 is no float: e's last product is rounded
+    means_at=[(1e4, 0.0), (1e4, 1.0), (1e4, 100.0), (-1e6, 1.0), (1e7, 3.0)],  # of all devices, and how far apart
+    devices=[2, 8, 40],
+    masked=[False, True],
+)
+def test_a_mean_of_ten_thousand_costs_nothing(rows, means_at, devices, masked, rng):
+    mean, apart = means_at
     means = mean + apart * rng.normal(size=(devices, 1, 9))
     x = rng.normal(means, 1.0, (devices, rows, 9)).astype(np.float32)
     where = rng.random(x.shape) < 0.5 if masked else np.ones(x.shape, bool)

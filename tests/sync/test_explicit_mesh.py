@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import normjax as nj
 from normjax import reference
+from tests.derivatives import DERIVATIVES, dear
 from tests.quick import quick_jit
 from tests.sync.mappings import make_mesh
 
@@ -143,13 +144,17 @@ LARGE = {  # shape, the pooled axes, the sharded axis: 2^16 entries and more, wh
 }
 
 
-@pytest.mark.parametrize("derivative", ["vjp", "jvp", "autodiff"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
-@pytest.mark.parametrize(("shape", "pooled", "sharded"), LARGE.values(), ids=LARGE.keys())
-def test_large_arrays_are_normalised_on_a_mesh_whichever_axis_is_sharded(shape, pooled, sharded, kind, derivative, rng):
+@dear(
+    lambda case, kind, derivative: (kind, derivative) in (("Auto", "vjp"), ("Explicit", "jvp")),
+    case=LARGE,
+    kind=["Auto", "Explicit"],
+    derivative=DERIVATIVES,
+)
+def test_large_arrays_are_normalised_on_a_mesh_whichever_axis_is_sharded(case, kind, derivative, rng):
+    shape, pooled, sharded = LARGE[case]
     names = ["A", "B", "C", "D"][: len(shape)]
     axes = {"layout": " ".join(names), "axis_names": pooled}
-    mesh = make_mesh(("data",), (4,), kind)
+    mesh = make_mesh(("data",), (4,), AxisType[kind])
     spec = P(*(None,) * sharded, "data")
     x, g = (jax.device_put(rng.normal(1.5, 2.0, shape).astype(np.float32), NamedSharding(mesh, spec)) for _ in range(2))
     params = nj.Affine.init(**{name: shape[names.index(name)] for name in pooled.split()})
