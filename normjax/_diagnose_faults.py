@@ -172,16 +172,19 @@ def _of_one_entry(each: Measured, size: int) -> list[Finding]:
 
 def _constant(each: Measured) -> np.ndarray:
     """Which channels have one value: a variance that is 0 but for rounding, and a mean that no resampling moves."""
-    rounded = CONSTANT * float(np.finfo(np.float32).eps) * np.abs(each.mean) ** 2
-    if each.mean_error is None:
-        return each.var == 0
-    return (each.var <= rounded) & (each.mean_error <= each.rounding * each.fresh * np.abs(each.mean))
+    return each.var == 0 if each.still is None else (each.var <= _rounded(each.mean)) & each.still
+
+
+def _rounded(mean: np.ndarray) -> np.ndarray:
+    """What a variance of 0 may come to."""
+    return CONSTANT * float(np.finfo(np.float32).eps) * np.abs(mean) ** 2
 
 
 def _varied(each: Measured) -> np.ndarray:
     """Which channels had other values in other batches, by a running variance that the start does not explain."""
     var = np.real(each.running["var"])
-    return var > max(2 * np.nan_to_num(each.start), VARIED * float(np.median(var)))
+    of_start = VARIED * float(np.median(var)) if np.isnan(each.start) else 2 * each.start
+    return var > np.maximum(of_start, _rounded(each.running["mean"]))
 
 
 def _of_the_batch(each: Measured, size: int) -> list[Finding]:
@@ -284,6 +287,8 @@ def of_eps(forward: Forward, each: Measured) -> list[Finding] | str:
     Needs no knowledge of how eps is given. A text says why it could not be told.
     """
     var = each.running["var"] if each.var is None else each.var
+    if each.var is not None:
+        var = np.where(_varied(each), np.fmax(var, each.running["var"]), var)
     constant = np.zeros(var.shape, bool) if each.mean is None else _constant(each)
     real = np.isfinite(var) & (var > 0) & ~constant
     if not each.used or not np.any(real):

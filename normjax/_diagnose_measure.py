@@ -110,8 +110,9 @@ class Measured:
       start: the share of the start values that is left; NaN where it cannot be known.
       mean: of the batch; NaN where nothing moved.
       var: of the batch, as the average would store it.
-      mean_error: standard error of mean, from resampled examples; NaN for a batch of one.
-      var_error: the same for log var.
+      mean_error: standard error of mean, from resampled examples; None for a batch of one.
+      var_error: the same for log var; NaN where a resampled one is 0.
+      still: whether no resampling moves the mean, but for rounding.
       rounding: of mean and var, as a share of their size.
       shift: |batch − running mean| in units of its standard error; NaN where either cannot be used.
       stretch: the same for log var.
@@ -130,6 +131,7 @@ class Measured:
     var: Any = None
     mean_error: Any = None
     var_error: Any = None
+    still: Any = None
     rounding: float = 0.0
     shift: Any = None
     stretch: Any = None
@@ -243,12 +245,29 @@ def _find_errors(forward: Forward, found: list[Measured]) -> None:
         each.mean_error = bessel * np.std(means, 0, ddof=1)
         seen = np.sum(np.isfinite(logs), 0) == RESAMPLES
         each.var_error = np.where(seen, bessel * np.std(np.where(seen, logs, 0), 0, ddof=1), np.nan)
+        each.still = each.mean_error <= each.rounding * each.fresh * np.abs(each.mean)
+        _widen(each)
         _compare(each)
         each.noise /= bessel  # variances divide by the number of entries
 
 
+def _widen(each: Measured) -> None:
+    """Finds the noise, and makes errors no smaller than the running variance and the layer's other channels have them.
+
+    A batch that by chance lacks the rare entries of a sparse feature or of a tail does not show how much others vary.
+    """
+    varies = each.var > 1e-30
+    with np.errstate(all="ignore"):
+        relative = np.mean((each.mean_error**2 / each.var)[varies]) if np.any(varies) else np.nan
+        each.noise = float(np.sqrt(relative))
+        each.mean_error = np.fmax(each.mean_error, each.noise * np.sqrt(each.running["var"]))
+    known = each.var_error[np.isfinite(each.var_error)]
+    if known.size:
+        each.var_error = np.maximum(each.var_error, np.sqrt(np.mean(known**2)))
+
+
 def _compare(each: Measured) -> None:
-    """The distance of running from batch moments, and the noise."""
+    """The distance of running from batch moments."""
     mean, var = each.running["mean"], each.running["var"]
     varies = each.var > 1e-30
     usable = np.isfinite(mean) & np.isfinite(var) & (var > 0) & varies & np.isfinite(each.mean)
@@ -260,8 +279,6 @@ def _compare(each: Measured) -> None:
         apart = np.abs(np.log(each.var / var))
         inexact = each.rounding * (1 + np.abs(each.mean) ** 2 / each.var)  # E[x²] − E[x]² where a framework takes it
         each.stretch = apart / np.hypot(both * each.var_error, inexact)
-        relative = np.mean((each.mean_error**2 / each.var)[varies]) if np.any(varies) else np.nan
-        each.noise = float(np.sqrt(relative))
     each.shift, each.stretch = (np.where(usable, z, np.nan) for z in (each.shift, each.stretch))
 
 

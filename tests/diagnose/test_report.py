@@ -75,7 +75,7 @@ def test_distances_are_in_standard_errors_of_the_batch():
 
 
 def test_the_weight_of_a_batch_is_measured_and_a_given_one_is_believed():
-    x = X + 9
+    x = X + 30
     stats = nj.BatchStats(jnp.full(2, 4.0), jnp.full(2, 1.0), jnp.int32(10), jnp.ones(2), "C")
     slow = lambda stats, x, train: nj.batch_norm(x, None, stats, **AXES, train=train, running=nj.Ema(0.01))  # noqa: E731
     (measured,) = diagnose(slow, stats, x).findings
@@ -181,6 +181,26 @@ def test_features_that_are_rare_are_not_constant(share):
     x = draw()
     assert np.any(np.var(x, 0) == 0)
     assert "constant channels" not in {finding.fault for finding in diagnose(forward, stats, x).findings}
+
+
+def sparse(x):
+    """What a relu leaves of one entry in six, or fewer."""
+    return np.maximum(x - np.linspace(1, 2, x.shape[-1]), 0)
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("tail", [sparse, np.exp], ids=["sparse", "lognormal"])
+def test_rare_entries_that_a_batch_happens_to_lack_are_not_drift(tail, size):
+    step = jax.jit(lambda stats, x: forward(stats, x, True)[1])
+    found = []
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        *past, batch = jnp.asarray(tail(rng.normal(size=(81, size, 16))), jnp.float32)
+        stats = nj.BatchStats.init(C=16)
+        for x in past:
+            stats = jax.block_until_ready(step(stats, x))
+        found += diagnose(forward, stats, batch).findings
+    assert found == []
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
