@@ -58,6 +58,12 @@ def test_the_nnx_example_is_sound(page):
     assert page("nnx_report")[0]["nnx_report"].findings == ()
 
 
+def test_padding_and_replicas_are_found_where_the_axis_is_told(page):
+    names, _ = page("forgets_the_mask")
+    assert [finding.fault for finding in names["padded"].findings] == ["padding pooled"]
+    assert [finding.fault for finding in names["replicas"].findings] == ["replicas differ"]
+
+
 def test_the_table_of_the_page_has_every_fault_with_its_severity():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in SECTION.splitlines() if line.startswith("| ")]
     assert {row[0]: row[2] for row in rows[2:]} == {fault: kind.severity for fault, kind in FAULTS.items()}
