@@ -11,7 +11,8 @@ The rooms:
   _moments.py      `Moments`: count, mean and variance of a group; `merge`
   _normalize.py    `Affine` and the core, `normalize`
   _running.py      `BatchStats`, `Ema`, `Cumulative`, `update`, `pool_stats`
-  _family.py       `batch_norm` … `rms_norm`: checks, then the core
+  _batch_norm.py   `batch_norm`, `sync_batch_norm`: checks, then running statistics or the core
+  _family.py       `layer_norm` … `rms_norm`: checks, then the core
   _decay.py        `decay_mask`
   _pytree.py       what the three pytrees share
   convert.py       checkpoints of PyTorch and Flax, there and back
@@ -29,8 +30,9 @@ The rooms:
 """
 
 from normjax._axes import describe
+from normjax._batch_norm import batch_norm, sync_batch_norm
 from normjax._decay import decay_mask
-from normjax._family import batch_norm, group_norm, instance_norm, layer_norm, rms_norm, sync_batch_norm
+from normjax._family import group_norm, instance_norm, layer_norm, rms_norm
 from normjax._moments import Moments, merge, moments
 from normjax._normalize import Affine, normalize
 from normjax._pytree import teach_flax as _teach_flax

@@ -14,7 +14,7 @@ from jax import lax
 from jax.core import Tracer
 
 from normjax._axes import resolve, unbound_error
-from normjax._family import batch_norm
+from normjax._batch_norm import batch_norm
 from normjax._flax_axes import Axes
 from normjax._grammar import quote
 from normjax._inputs import static_bool

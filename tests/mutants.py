@@ -113,7 +113,7 @@ MUTANTS = (
     ),
     Mutant(
         "state updated in evaluation",
-        "normjax/_family.py",
+        "normjax/_batch_norm.py",
         "        return y, state\n    _refuse_single_examples",
         "        _, seen = normalize_by(spec, x, wide, None, where=where, eps=eps, dtype=None, derivative=derivative)\n"
         "        return y, updated(fn, state, seen, running)\n"
@@ -122,7 +122,7 @@ MUTANTS = (
     ),
     Mutant(
         "state updated in evaluation with batch statistics",
-        "normjax/_family.py",
+        "normjax/_batch_norm.py",
         "    if train and state is not None:\n",
         "    if state is not None:\n",
         ("tests/test_family.py", "-k", "mode_table"),
