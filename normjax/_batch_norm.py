@@ -128,15 +128,9 @@ def _batch_norm(
     axis_index_groups,
     derivative,
 ):
-    train, use_batch_stats = static_bool(fn, "train", train), static_bool(fn, "use_batch_stats", use_batch_stats)
-    if train and use_batch_stats:
-        raise ValueError(
-            f"{fn}: train=True already normalises by the batch; use_batch_stats=True is for inference with batch "
-            "statistics. Write train=True alone to train, or train=False with it to leave the state alone."
-        )
+    train, frozen = _mode(fn, train, use_batch_stats)
     check_unbiased(fn, running, None)
     x, wide = as_input(fn, x)
-    frozen = not (train or use_batch_stats)
     used = None
     if frozen:
         used = [name for owner in (params, state) for name in getattr(owner, "names", ())]
@@ -159,36 +153,30 @@ def _batch_norm(
                 f"{fn}: train=False normalises by running statistics, but state=None; pass the BatchStats that "
                 "training returned, or use_batch_stats=True to normalise by this batch."
             )
-        y = normalized(
-            spec,
-            spec.expand(x),
-            spec.expand(wide),
-            params,
-            statistics,
-            where=as_mask(spec, where),
-            eps=eps,
-            dtype=dtype,
-            derivative=check_derivative(fn, derivative, x),
-        )
+        options = {"where": as_mask(spec, where), "eps": eps, "dtype": dtype}
+        options["derivative"] = check_derivative(fn, derivative, x)
+        y = normalized(spec, spec.expand(x), spec.expand(wide), params, statistics, **options)
         return y, state
     _refuse_single_examples(spec, params, state)
     if running.unbiased and train and where is None and spec.group_size == 1:
         check_unbiased(fn, running, _mapped.fewest_devices(spec, axis_index_groups))
-    y, moments = normalize_by(
-        spec,
-        x,
-        wide,
-        params,
-        where=where,
-        eps=eps,
-        dtype=dtype,
-        axis_index_groups=axis_index_groups,
-        derivative=derivative,
-        apart=() if state is None else state.names,
-    )
+    options = {"where": where, "eps": eps, "dtype": dtype, "derivative": derivative}
+    apart = () if state is None else state.names
+    y, moments = normalize_by(spec, x, wide, params, axis_index_groups=axis_index_groups, apart=apart, **options)
     if train and state is not None:
         state = updated(fn, state, moments, running)
     return y, state
+
+
+def _mode(fn: str, train, use_batch_stats) -> tuple[bool, bool]:
+    """Whether it trains, and whether it normalises by running statistics."""
+    train, use_batch_stats = static_bool(fn, "train", train), static_bool(fn, "use_batch_stats", use_batch_stats)
+    if train and use_batch_stats:
+        raise ValueError(
+            f"{fn}: train=True already normalises by the batch; use_batch_stats=True is for inference with batch "
+            "statistics. Write train=True alone to train, or train=False with it to leave the state alone."
+        )
+    return train, not (train or use_batch_stats)
 
 
 def _refuse_single_examples(spec: Spec, params, state) -> None:
