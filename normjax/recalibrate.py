@@ -2,9 +2,9 @@
 
 A training-mode pass returns r' = (1 − a) r + a b, where only the framework knows a, and the batch's own b does not
 depend on r. Two calls on one batch, from r₁ = 2⁻¹⁰⁰ and r₂ = 2⁶⁰, tell both: 1 − a = (r₂' − r₁')/(r₂ − r₁), where b is
-nothing beside r₂, and b = (r₁' − (1 − a) r₁)/a, where nothing cancels. So one further call measures a, and then each
-batch needs one. Averages that count start at 0, so that a = 1. What comes back exactly as it was given saw no entry.
-The b of all batches are `Moments`, which `merge` adds up.
+nothing beside r₂, and b = (r₁' − (1 − a) r₁)/a, where nothing cancels. So one further call measures a, two whether the
+variance has divisor m or m − 1, and then each batch needs one. Averages that count start at 0, so that a = 1. What
+comes back exactly as it was given saw no entry. The b of all batches are `Moments`, which `merge` adds up.
 """
 
 import functools
@@ -23,6 +23,7 @@ from normjax._moments import Moments, merge
 from normjax._stats_tree import FN, NOTHING, Norm, StatsTree, flatten, wide
 
 HUGE = 2.0**60
+ROUNDINGS = 8  # of the squares in E[x²] − E[x]², which some frameworks subtract
 
 
 def recalibrate(
@@ -32,7 +33,7 @@ def recalibrate(
     *,
     layers: Sequence[str] | None = None,
     entries: Callable[[Any], Any] | None = None,
-    unbiased: bool = False,
+    unbiased: bool | None = None,
 ):
     """Returns `stats` with the mean and biased variance that each norm's inputs have over all batches together.
 
@@ -44,7 +45,7 @@ def recalibrate(
     Args:
       step: step(stats, batch) → the statistics after one training-mode pass; any framework, jitted or not. It is called
         with start values of ours, keeps its own average (any weight of the new batch), and is called once a batch and
-        once more in all (twice with `unbiased`).
+        three more times in all (once with `unbiased=False`).
       stats: the statistics, alone or anywhere in a tree: `BatchStats`, linen's `batch_stats` (with `batch_counts`), an
         nnx state. A norm is what has a `mean` and a `var` side by side, of float32 at least. It is only read.
       batches: of anything that step takes, of equal or unequal sizes; with `layers` iterated once for each.
@@ -54,8 +55,11 @@ def recalibrate(
         batches differ in the leading axis of their arrays alone; lengths or a mask of numbers among them are not known
         for such: there pass this.
         Averages that count entries (`Cumulative()`) say it themselves, masked ones left out.
-      unbiased: whether step stores m/(m−1) times the variance (`Ema.torch`; Flax's norms never do). Then m is measured
-        by passing the first batch twice over, unless entries are counted.
+      unbiased: whether step stores m/(m−1) times the variance (`Ema.torch`; Flax's norms never do). By default that is
+        measured, and m with it, by passing half of the first batch once and twice over. Where step refuses that or is
+        random (dropout), or groups have one size however many examples there are (ghost batches), the variance is
+        taken for biased. True raises in the first two cases, and tells 1/m from the rounding of a large mean. Averages
+        that count entries know m.
 
     Returns:
       A tree like `stats`, of its dtypes; merged in float64. Variances have divisor m whatever step stores. A count is
@@ -83,7 +87,7 @@ def recalibrate(
         raise TypeError(f"{FN}: step must be a function (stats, batch) → stats; got {kind_of(step)}.")
     if not isinstance(batches, Iterable) or hasattr(batches, "dtype"):
         raise TypeError(f"{FN}: batches must be an iterable of batches, such as a list; got {kind_of(batches)}.")
-    unbiased = static_bool(FN, "unbiased", unbiased)
+    unbiased = None if unbiased is None else static_bool(FN, "unbiased", unbiased)
     tree = StatsTree.read(stats)
     sizes = _Sizes(entries)
     if layers is None:
@@ -94,7 +98,7 @@ def recalibrate(
     return _layer_by_layer(tree, layers, step, batches, sizes, unbiased).whole()
 
 
-def _layer_by_layer(tree: StatsTree, layers, step, batches, sizes: "_Sizes", unbiased: bool) -> StatsTree:
+def _layer_by_layer(tree: StatsTree, layers, step, batches, sizes: "_Sizes", unbiased: bool | None) -> StatsTree:
     if iter(batches) is batches:
         raise ValueError(f"{FN}: batches is used up after one layer; with layers pass a list, or what iterates anew.")
     firsts = []
@@ -146,30 +150,31 @@ class _Population:
 
     def __init__(self, path: str, dtype, first: _Moved, from_huge: _Moved):
         """Measures the average on the first batch that moves it."""
+        self.eps = float(np.finfo(dtype).eps)
         self.new_weight = _new_weight(path, np.real(from_huge.mean - first.mean)[first.seen] / HUGE, dtype)
-        self.counted = False  # whether weight is the number of entries
+        # An average that takes the first batch whole and then rests on more than 1 rests on entries.
+        self.counted = self.new_weight == 1 and bool(np.any(first.weight > 1))
         self.inverse_m = 0.0  # times a batch's size, where step stores the unbiased variance
         self.updates, self.weight = 0, 0.0
         zeros = np.zeros(first.mean.shape)
         self.total = Moments(zeros.astype(first.mean.dtype), zeros, zeros)
 
-    def moments(self, moved: _Moved, size: Callable[[], float], unbiased: bool) -> Moments:
+    def moments(self, moved: _Moved, size: Callable[[], float]) -> Moments:
         """Of one batch."""
         a, seen, weight = self.new_weight, moved.seen, moved.weight
         mean, var = (np.where(seen, (r - (1 - a) * NOTHING) / a, 0) for r in (moved.mean, moved.var))
         var = np.maximum(var, 0)  # a constant channel's, after rounding
-        # An average that takes the first batch whole and then rests on more than 1 rests on entries.
         self.counted |= a == 1 and bool(np.any(weight > 1))
         counts = a == 1 and bool(np.all(weight[seen] >= 1))
         self.weight = self.weight + np.where(seen, weight, 0) if counts else 1.0
         self.updates += 1
         m = weight if self.counted else size()
-        if unbiased:
+        if self.inverse_m:
             var = var * (1 - (np.where(m > 1, 1 / np.maximum(m, 1), 0) if self.counted else self.inverse_m / m))
         return Moments(mean, var, np.where(seen, m, 0.0))
 
 
-def _measure(tree: StatsTree, norms, step, batches, sizes: "_Sizes", unbiased: bool) -> dict[Norm, _Population]:
+def _measure(tree: StatsTree, norms, step, batches, sizes: "_Sizes", unbiased: bool | None) -> dict[Norm, _Population]:
     """The population of each norm that step moves, in one pass."""
     found: dict[Norm, _Population] = {}
     empty = "batches holds none"
@@ -177,16 +182,15 @@ def _measure(tree: StatsTree, norms, step, batches, sizes: "_Sizes", unbiased: b
         if sizes.is_empty(batch):
             empty = empty and "entries(batch) is 0 for every batch"
             continue
-        empty, size = "", functools.partial(sizes, batch)
+        empty = ""
         moved = {norm: one for norm, one in _call(tree, norms, step, batch).items() if np.any(one.seen)}
         if new := [norm for norm in moved if norm not in found]:
             from_huge = _call(tree, norms, step, batch, mean=HUGE)
-            twice = _call(tree, norms, step, jax.tree.map(_twice, batch)) if unbiased else {}
             for norm in new:
                 found[norm] = _Population(norm.path, tree.leaves[norm.mean].dtype, moved[norm], from_huge[norm])
-                if unbiased:
-                    found[norm].inverse_m = _inverse_m(norm.path, moved[norm], twice[norm]) * size()
-        each = [found[norm].moments(one, size, unbiased) for norm, one in moved.items()]
+            if unbiased is not False:
+                _find_divisors(tree, norms, {norm: found[norm] for norm in new}, step, batch, sizes, bool(unbiased))
+        each = [found[norm].moments(one, functools.partial(sizes, batch)) for norm, one in moved.items()]
         with jax.enable_x64(True):
             merged = _merged([found[norm].total for norm in moved], each)
         for norm, total in zip(moved, merged, strict=True):
@@ -286,11 +290,37 @@ class _Sizes:
         return self.entries is not None and self(batch) == 0
 
 
+def _find_divisors(
+    tree: StatsTree, norms, found: dict[Norm, _Population], step, batch, sizes: _Sizes, sure: bool
+) -> None:
+    """Finds 1/m, times a batch's size, of those norms that store the unbiased variance; all `norms` move."""
+    for part in (jax.tree.map(_half, batch), batch):
+        try:
+            once, twice = (_call(tree, norms, step, given) for given in (part, jax.tree.map(_twice, part)))
+            break
+        except Exception as error:  # a number of examples that step does not take
+            refused = error
+    else:
+        if sure:
+            raise ValueError(
+                f"{FN}: unbiased=True: m cannot be measured, since step takes neither half of a batch nor one twice "
+                f"over ({refused})."
+            ) from refused
+        return
+    for norm, population in found.items():
+        inverse_m = _inverse_m(norm.path, population, once[norm], twice[norm], sure)
+        population.inverse_m = inverse_m if population.counted or not inverse_m else inverse_m * sizes(part)
+
+
+def _half(leaf):
+    return leaf[: len(leaf) // 2] if np.ndim(leaf) and len(leaf) >= 4 else leaf
+
+
 def _twice(leaf):
     return jnp.concatenate([leaf, leaf]) if np.ndim(leaf) else leaf
 
 
-def _inverse_m(path: str, once: _Moved, twice: _Moved) -> float:
+def _inverse_m(path: str, population: _Population, once: _Moved, twice: _Moved, sure: bool) -> float:
     """1/m, from a batch that twice over has the same mean and biased variance, and 2m entries.
 
     The unbiased variances are as m/(m − 1) to 2m/(2m − 1), which is 1 + d with d = 1/(2 (m − 1)): 1/m = 2d/(1 + 2d).
@@ -299,12 +329,20 @@ def _inverse_m(path: str, once: _Moved, twice: _Moved) -> float:
     if not np.any(used):
         return 0.0
     if np.any(np.abs(twice.mean - once.mean)[used] > 1e-3 * (np.sqrt(once.var) + np.abs(once.mean))[used]):
+        if not sure:
+            return 0.0
         raise ValueError(
             f'{FN}: "{path}" has another mean on the first batch twice over, so m cannot be measured. Make step '
             "deterministic (no dropout), or give its norms an average without unbiased."
         )
-    d = max(float(np.median((once.var / twice.var)[used])) - 1, 0.0)
-    return 2 * d / (1 + 2 * d)
+    with np.errstate(all="ignore"):
+        d = once.var / twice.var - 1
+        rounded = population.eps * (1 + np.abs(once.mean) ** 2 / population.new_weight / once.var)
+    clear = used & (rounded <= 2 * np.min(rounded[used]))  # the channels with the smallest means
+    d = float(np.median(d[clear]))
+    if not sure and d <= ROUNDINGS * np.max(rounded[clear]):
+        return 0.0
+    return 2 * max(d, 0.0) / (1 + 2 * max(d, 0.0))
 
 
 def _watched(batches: Iterable[Any], what: str) -> Iterator[Any]:

@@ -111,7 +111,12 @@ WRONG = {
         {"unbiased": True},
         '"stats" has another mean on the first batch twice over, so m cannot be measured. Make step deterministic',
     ),
-    "no flag": ((step, FRESH, BATCHES), {"unbiased": None}, "unbiased must be a Python or NumPy bool; got None."),
+    "unbiased, of a fixed number of examples": (
+        (lambda stats, x: step(stats, jnp.broadcast_to(x, (16, 2))), FRESH, [X[:16]]),
+        {"unbiased": True},
+        "unbiased=True: m cannot be measured, since step takes neither half of a batch nor one twice over (",
+    ),
+    "no flag": ((step, FRESH, BATCHES), {"unbiased": 1}, "unbiased must be a Python or NumPy bool; got 1."),
 }
 
 

@@ -72,7 +72,7 @@ def test_the_two_ways_differ_after_the_first_norm_and_agree_on_one_batch(rng):
 
 
 def norm_of_linen():
-    norm = flax.linen.BatchNorm(use_running_average=False)
+    norm = flax.linen.BatchNorm(use_running_average=False, use_scale=False, use_bias=False)
     variables = norm.init(jax.random.key(0), jnp.zeros((1, 1)))
 
     def step(stats, x):
@@ -128,21 +128,54 @@ def single(running=nj.Ema(0.1), **options):  # noqa: B008
     return quick_jit(lambda stats, x: nj.batch_norm(x, None, stats, **options)[1])
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["measured", "told"])
 @pytest.mark.parametrize("average", AVERAGES)
-def test_whatever_average_step_keeps_the_population_is_that_of_the_whole_set(average, rng):
+def test_whatever_average_step_keeps_the_population_is_that_of_the_whole_set(average, told, rng):
     running, x = AVERAGES[average], rng.normal([3, 0, -50], [2, 1, 7], (41, 3)).astype(np.float32)
-    stats = recalibrate(single(running), nj.BatchStats.init(C=3), split(x, 16, 16, 9), unbiased=running.unbiased)
+    unbiased = running.unbiased if told else None
+    stats = recalibrate(single(running), nj.BatchStats.init(C=3), split(x, 16, 16, 9), unbiased=unbiased)
     close(stats.mean, stats.var, x)
     assert int(stats.count) == 3
     weight = {"by entries": 41, "unbiased by entries": 41, "by updates": 3, "PyTorch's None": 3, "the batch alone": 3}
     np.testing.assert_array_equal(stats.weight, np.full(3, weight.get(average, 1), np.float32))
 
 
-def test_an_unbiased_variance_taken_for_biased_is_off_by_one_in_m(rng):
-    # What the flag is for, and what its row of the table would notice.
+def test_an_unbiased_variance_told_to_be_biased_is_off_by_one_in_m(rng):
+    # What is measured, and what its rows of the table would notice.
     x = rng.normal(size=(32, 3)).astype(np.float32)
-    stats = recalibrate(single(nj.Ema.torch(0.1)), nj.BatchStats.init(C=3), [x])
+    stats = recalibrate(single(nj.Ema.torch(0.1)), nj.BatchStats.init(C=3), [x], unbiased=False)
     np.testing.assert_allclose(stats.var, x.astype(np.float64).var(0) * 32 / 31, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 24])
+def test_m_is_measured_in_batches_of_any_size(rows, rng):
+    x = rng.normal(size=(rows, 3)).astype(np.float32)
+    stats = recalibrate(single(nj.Ema.torch(0.1)), nj.BatchStats.init(C=3), [x])
+    close(stats.mean, stats.var, x)
+
+
+def test_m_is_measured_where_half_a_batch_cannot_be_split_among_devices(rng):
+    def step(stats, x):
+        shards = x.reshape(8, -1, 3)
+        options = {"layout": "N C", "axis_names": "N data", "train": True, "running": nj.Ema.torch(0.1)}
+        norm = lambda x: nj.sync_batch_norm(x, None, stats, **options)[1]  # noqa: E731
+        return jax.vmap(norm, axis_name="data", out_axes=None)(shards)
+
+    x = rng.normal(size=(24, 3)).astype(np.float32)
+    for unbiased in (None, True):
+        stats = recalibrate(step, nj.BatchStats.init(C=3), [x], unbiased=unbiased)
+        close(stats.mean, stats.var, x)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e3])
+def test_rounding_is_not_taken_for_an_unbiased_variance(mean, rng):
+    # Flax's E[x²] − E[x]², whose error on half the examples is not that on the same twice over.
+    x = rng.normal(mean, 1, (8, 32, 1)).astype(np.float32)
+    norm = flax.linen.BatchNorm(use_running_average=False, use_scale=False, use_bias=False)
+    stats = norm.init(jax.random.key(0), x[0])["batch_stats"]
+    step = lambda stats, x: norm.apply({"batch_stats": stats}, x, mutable=["batch_stats"])[1]["batch_stats"]  # noqa: E731
+    measured, told = (recalibrate(step, stats, list(x), unbiased=unbiased) for unbiased in (None, False))
+    np.testing.assert_array_equal(measured["var"], told["var"])
 
 
 def test_float64_statistics_are_exact_to_float64(rng, x64):
@@ -294,11 +327,12 @@ def test_nan_in_the_data_shows(rng):
     close(stats.mean[1], stats.var[1], x[:, 1])
 
 
-def test_step_is_called_once_a_batch_and_once_more(rng):
+@pytest.mark.parametrize(("unbiased", "expected"), [(False, [16, 16, 8]), (None, [16, 16, 8, 16, 8])])
+def test_step_is_called_once_a_batch_and_some_times_more_on_the_first(unbiased, expected, rng):
     calls, one = [], single()
     step = lambda stats, x: calls.append(len(x)) or one(stats, x)  # noqa: E731
-    recalibrate(step, nj.BatchStats.init(C=2), split(rng.normal(size=(24, 2)), 16, 8))
-    assert calls == [16, 16, 8]
+    recalibrate(step, nj.BatchStats.init(C=2), split(rng.normal(size=(24, 2)), 16, 8), unbiased=unbiased)
+    assert calls == expected
 
 
 @pytest.mark.parametrize("rich", [True, False])
