@@ -24,6 +24,7 @@ from normjax._stats_tree import FN, NOTHING, Norm, StatsTree, flatten, wide
 
 HUGE = 2.0**60
 ROUNDINGS = 8  # of the squares in E[x²] − E[x]², which some frameworks subtract
+TOO_ROUGH = 0.05  # of a variance: with more noise nothing is told from it
 
 
 def recalibrate(
@@ -340,7 +341,8 @@ def _inverse_m(path: str, population: _Population, once: _Moved, twice: _Moved, 
         rounded = population.eps * (1 + np.abs(once.mean) ** 2 / population.new_weight / once.var)
     clear = used & (rounded <= 2 * np.min(rounded[used]))  # the channels with the smallest means
     d = float(np.median(d[clear]))
-    if not sure and d <= ROUNDINGS * np.max(rounded[clear]):
+    noise = ROUNDINGS * np.max(rounded[clear])
+    if not sure and (d <= noise or noise > TOO_ROUGH):
         return 0.0
     return 2 * max(d, 0.0) / (1 + 2 * max(d, 0.0))
 
