@@ -15,6 +15,7 @@ WARM_UP = 0.05  # share of the start values: what Ema(0.1) still holds after 28 
 TINY = 8  # entries: the mean's own noise is then 1/√8 = 0.35 standard deviations
 UNSURE = 1 + 1 / np.sqrt(2 * (RESAMPLES - 1))  # that noise is itself known to 13 %
 FEW_EXAMPLES = 4  # below, resampling makes too few different batches for a standard error
+ALIKE = 0.5  # of a share of start values: weights that moved in the meantime blur it
 VARIED = 0.01  # of the layer's median variance: what Ema(0.1) holds of a start of 1 after 44 updates
 HUGE = 1e30  # a variance beyond any eps
 CONSTANT = 16  # float32 roundings of mean²: what E[x²] − E[x]² leaves of a variance of 0
@@ -36,13 +37,14 @@ FAULTS = {
     ),
     "never updated": Kind(
         "error",
-        "the statistics are at their start values, so evaluation does not normalise",
+        "the statistics are at their start values, so evaluation does not normalise: nothing ran in training mode, or "
+        "the training loop dropped what came back",
         "keep the state that each training step returns, and give evaluation the newest; recalibrate mends a trained "
         "model",
     ),
     "discarded": Kind(
         "error",
-        "forward returns its statistics unchanged in training: the updated ones are dropped inside it",
+        "forward itself returns its statistics unchanged in training: the updated ones are dropped inside it",
         "return the new state (linen: mutable=['batch_stats']; nnx: nnx.state(model) after the call), then recalibrate",
     ),
     "warm-up too short": Kind(
@@ -138,7 +140,7 @@ def limit(layers: list[Measured], size: int) -> float:
     return float(-stdtrit(freedom, FALSE_ALARMS / 2 / max(tests, 1)))
 
 
-def of_layer(each: Measured, dtypes: list[Any], beyond: float, size: int) -> list[Finding]:
+def of_layer(each: Measured, dtypes: list[Any], beyond: float, size: int, warming: "Warming | None") -> list[Finding]:
     """What the numbers of one layer show; a fault that explains another one stands in its place."""
     found = _of_what_is_stored(each, dtypes)
     if each.mean is not None and not np.all(np.isfinite(each.mean) & np.isfinite(each.var)):
@@ -146,7 +148,7 @@ def of_layer(each: Measured, dtypes: list[Any], beyond: float, size: int) -> lis
         return [*found, finding("not finite", each.name, f"{bad} of {each.mean.size} channels of this batch")]
     single = _of_one_entry(each, size)
     found += single or _of_the_batch(each, size)
-    return found + (_of_the_average(each, beyond) if not single else [])
+    return found + (_of_the_average(each, beyond, warming) if not single else [])
 
 
 def _of_what_is_stored(each: Measured, dtypes: list[Any]) -> list[Finding]:
@@ -201,7 +203,7 @@ def _of_the_batch(each: Measured, size: int) -> list[Finding]:
     return found
 
 
-def _of_the_average(each: Measured, beyond: float) -> list[Finding]:
+def _of_the_average(each: Measured, beyond: float, warming: "Warming | None") -> list[Finding]:
     """Never moved, moved too little, or moved by other data: the first that holds."""
     start = is_start(each.running)
     if not each.moved and not each.trains_frozen:
@@ -209,7 +211,7 @@ def _of_the_average(each: Measured, beyond: float) -> list[Finding]:
     if start:
         count = "count 0" if "count" in each.running else "mean 0 and variance 1 in every channel"
         return [finding("never updated", each.name, count)]
-    if each.start > WARM_UP and not _denied(each, beyond):
+    if each.start > WARM_UP and _agrees(each):
         updates = int(np.max(each.running["count"]))
         evidence = f"{each.start:.0%} of the start values left after {updates} updates of weight {each.share:.3g}"
         return [finding("warm-up too short", each.name, evidence, severity=_severity(_offset(each)))]
@@ -220,9 +222,12 @@ def _of_the_average(each: Measured, beyond: float) -> list[Finding]:
     worst = float(np.max(offset, where=far, initial=0))
     if worst <= DRIFT:
         return []
-    share = _start_left(each)
-    if _explains(each, share, beyond):
+    share, _ = _start_left(each)
+    if np.isnan(each.start) and _explains(each, beyond):
         evidence = f"about {share:.2g} of the start values left, which explains a distance of {worst:.1f} std"
+        return [finding("warm-up too short", each.name, evidence, severity=_severity(offset))]
+    if np.isnan(each.start) and warming is not None and abs(share - warming.share) < ALIKE * warming.share:
+        evidence = f"about {share:.2g} of the start values left, as in {warming.layer}: a distance of {worst:.1f} std"
         return [finding("warm-up too short", each.name, evidence, severity=_severity(offset))]
     grave = far & (offset > DRIFT)
     distance = float(np.max(np.fmax(each.shift, each.stretch), where=grave, initial=0))
@@ -245,32 +250,39 @@ def _severity(offset: np.ndarray) -> str | None:
     return "error" if np.max(offset, initial=0) >= WRONG else None
 
 
-def _denied(each: Measured, beyond: float) -> bool:
-    """Whether the running statistics agree with the batch alone, so that what counted them was not this average."""
-    if each.shift is None:
-        return False
-    far = bool(np.any(np.fmax(each.shift, each.stretch) > beyond))
-    return not far and not _explains(each, each.start, beyond)
+def _agrees(each: Measured) -> bool:
+    """Whether the start values that should be left by the count are in the running statistics.
 
-
-def _start_left(each: Measured) -> float:
-    """The share s of mean 0 and variance 1 that is left in the running statistics.
-
-    Known from the count, or else by least squares of r − b = s (start − b) over all channels' means and variances, in
-    their standard errors.
+    The count may be that of another average, or of batches over which the statistics were estimated anew. Where the
+    batch is so like the start that it cannot tell, a count of less than a half-time is believed.
     """
-    if not np.isnan(each.start):
-        return each.start
+    if each.shift is None:
+        return True
+    share, error = _start_left(each)
+    return share > each.start / 2 if error < each.start / 3 else each.start > 0.5
+
+
+def _start_left(each: Measured) -> tuple[float, float]:
+    """The share s of mean 0 and variance 1 that is left in the running statistics, and its standard error.
+
+    By least squares of r − b = s (start − b) over all channels' means and variances, in their standard errors. Both
+    sides hold the noise of b, whose share of the sums is their expected value, one for each number.
+    """
     with np.errstate(all="ignore"):
         errors = np.stack([each.mean_error, each.var * each.var_error])
         towards = np.stack([-np.real(each.mean), 1 - each.var]) / errors
         away = np.stack([np.real(each.running["mean"] - each.mean), each.running["var"] - each.var]) / errors
         fine = np.isfinite(towards) & np.isfinite(away)
-        return float(np.sum(towards[fine] * away[fine]) / np.sum(towards[fine] ** 2))
+    noise, square = int(np.sum(fine)), float(np.sum(towards[fine] ** 2))
+    told = square - noise
+    if told <= noise:
+        return 0.0, np.inf
+    return (float(np.sum(towards[fine] * away[fine])) - noise) / told, np.sqrt(square + noise) / told
 
 
-def _explains(each: Measured, share: float, beyond: float) -> bool:
-    """Whether a share of the start values leaves no more than the noise of 1 − share of batches to explain."""
+def _explains(each: Measured, beyond: float) -> bool:
+    """Whether start values that are left leave no more than the noise of the batches to explain."""
+    share, _ = _start_left(each)
     if not 0 < share < 1:
         return False
     batches = (1 - share) * each.var
@@ -279,6 +291,26 @@ def _explains(each: Measured, share: float, beyond: float) -> bool:
         apart = np.abs(np.log(each.running["var"] / (share + batches)))
         stretch = apart * (share + batches) / (batches * each.var_error)
         return not np.any(np.fmax(shift, stretch) > beyond)
+
+
+class Warming(NamedTuple):
+    """A layer whose distance from the batch is that of start values which are left, and their share."""
+
+    layer: str
+    share: float
+
+
+def warming(layers: list[Measured], beyond: float) -> Warming | None:
+    """The layer with most of its start values left.
+
+    Behind it training has moved the weights besides: there no share explains everything.
+    """
+    shares = [
+        Warming(each.name, _start_left(each)[0])
+        for each in layers
+        if each.shift is not None and np.isnan(each.start) and _explains(each, beyond)
+    ]
+    return max((one for one in shares if one.share > WARM_UP), key=lambda one: one.share, default=None)
 
 
 def of_eps(forward: Forward, each: Measured) -> list[Finding] | str:

@@ -91,9 +91,10 @@ def diagnose(
     called = Forward(forward, stats, batch)
     found = measure(called, running)
     beyond = faults.limit(found, called.size) if called.size > 1 else np.inf
+    warming = faults.warming(found, beyond)
     for each in found:
         dtypes = [jnp.asarray(called.given[each.layer.fields[field]]).dtype for field in ("mean", "var")]
-        findings += faults.of_layer(each, dtypes, beyond, called.size)
+        findings += faults.of_layer(each, dtypes, beyond, called.size, warming)
     for check in (_eps, _coupling, _what_was_too_little):
         more, why_not = check(called, found)
         findings, skipped = findings + more, skipped + why_not
@@ -132,11 +133,11 @@ def _coupling(forward: Forward, found: list[Measured]) -> tuple[list[Finding], l
         return [], [f"batch statistics in evaluation, batch-mates leak: {why}"]
     if strength <= COUPLED:
         return [], []
-    evidence = f"outputs move by {strength:.1g} of their size with their batch-mates"
+    evidence = f"outputs move by {strength:.1g} of their size with batch-mates"
     unused = [each for each in found if not each.used and not each.trains_frozen]
     if unused or not found:
         names = [each.name for each in unused] or ["the whole forward"]
-        told = f"{evidence}, and not at all with the running statistics"
+        told = f"{evidence}, not with the running statistics"
         return [finding("batch statistics in evaluation", name, told) for name in names], []
     if not any(each.moved for each in found):
         return [], []
@@ -149,7 +150,8 @@ def _what_was_too_little(forward: Forward, found: list[Measured]) -> tuple[list[
     if frozen := [each.name for each in found if each.trains_frozen]:
         skipped.append(f"drift of {', '.join(frozen)}: trained frozen; pass a forward whose training uses the batch")
     if found and forward.size < faults.FEW_EXAMPLES:
-        skipped.append(f"drift: pass a batch of {faults.FEW_EXAMPLES} examples or more, for a standard error")
+        few = "tiny groups, drift" if forward.size == 1 else "drift"
+        skipped.append(f"{few}: pass a batch of {faults.FEW_EXAMPLES} examples or more, for a standard error")
     unknown = [each.name for each in found if each.moved and np.isnan(each.start)]
     if unknown:
         skipped.append(

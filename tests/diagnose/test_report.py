@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import normjax as nj
 from normjax.diagnose import diagnose
 from normjax.linen import BatchNorm
+from normjax.recalibrate import recalibrate
 
 AXES = {"layout": "N C", "axis_names": "N"}
 FRESH = nj.BatchStats.init(C=2)
@@ -46,9 +48,9 @@ def test_raise_if_raises_with_the_findings_for_what_is_so_severe_or_more(untrain
 
 def test_raise_if_error_lets_warnings_pass():
     stats = FRESH
-    for _ in range(20):  # 0.9²⁰ = 12 % of the start values
-        _, stats = forward(stats, X, True)
-    report = diagnose(forward, stats, X)
+    for _ in range(24):  # 0.9²⁴ = 8 % of the start values
+        _, stats = forward(stats, X + 6, True)
+    report = diagnose(forward, stats, X + 6)
     assert [(one.fault, one.severity) for one in report.findings] == [("warm-up too short", "warning")]
     report.raise_if("error")
     with pytest.raises(AssertionError):
@@ -97,6 +99,45 @@ def test_statistics_averaged_by_other_counts_are_not_taken_for_a_short_warm_up()
         FRESH, nj.moments(X + 5, **AXES), running=nj.Cumulative()
     )  # count 1: 90 % of the start by Ema(0.1)
     assert diagnose(forward, stats, X + 5).findings == ()
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.2, 2.0])
+@pytest.mark.parametrize("number", [8, 16, 22])
+def test_statistics_estimated_anew_are_no_short_warm_up_however_few_the_batches(number, mean):
+    batches = jnp.asarray(np.random.default_rng(0).normal(mean, 1.2, (number, 64, 16)), jnp.float32)
+    exact = recalibrate(lambda stats, x: forward(stats, x, True)[1], nj.BatchStats.init(C=16), list(batches))
+    assert diagnose(forward, exact, batches[0]).findings == ()
+
+
+class Moving(nnx.Module):
+    """Two norms, the second behind a layer that training changes."""
+
+    def __init__(self, rngs):
+        self.first = nnx.BatchNorm(16, momentum=0.99, rngs=rngs)
+        self.layer = nnx.Linear(16, 16, use_bias=False, rngs=rngs)
+        self.second = nnx.BatchNorm(16, momentum=0.99, rngs=rngs)
+
+    def __call__(self, x, train):
+        x = nnx.relu(self.first(3 * x + 2, use_running_average=not train))
+        return self.second(self.layer(x), use_running_average=not train)
+
+
+def test_a_short_warm_up_has_its_name_behind_weights_that_have_moved_too():
+    rng = np.random.default_rng(0)
+    net = Moving(nnx.Rngs(0))
+    last = net.layer.kernel[...]
+    for step in range(50):  # the kernel grows by a tenth, and turns a little
+        net.layer.kernel[...] = last * (0.9 + step / 500) + 0.01 * np.roll(last, 1, 0) * (50 - step) / 50
+        net(jnp.asarray(rng.normal(size=(256, 16)), jnp.float32), train=True)
+    net.layer.kernel[...] = last
+    graph, stats, rest = nnx.split(net, nnx.BatchStat, ...)
+
+    def call(stats, x, train):
+        model = nnx.merge(graph, stats, rest, copy=True)
+        return model(x, train), nnx.state(model, nnx.BatchStat)
+
+    found = diagnose(call, stats, jnp.asarray(rng.normal(size=(256, 16)), jnp.float32)).findings
+    assert [(one.fault, one.layer) for one in found] == [("warm-up too short", name) for name in ("first", "second")]
 
 
 def test_counts_of_linen_are_found_beside_its_statistics():
