@@ -187,7 +187,7 @@ def _inputs(dtype, statistics, mean: float, devices: int) -> Inputs:
 
 def _measured(name: str, dtype_name: str) -> Row:
     family, dtype = FAMILIES[name], jnp.dtype(dtype_name)
-    statistics = jnp.promote_types(dtype, jnp.float32)
+    statistics = np.promote_types(dtype, np.float32)
     devices = _devices(family)
     program = jax.jit(_on(devices, family, DERIVATIVES))
     gradients: dict[str, float] = dict.fromkeys(DERIVATIVES, 0.0)

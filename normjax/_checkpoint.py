@@ -137,7 +137,7 @@ def state_of(
     """The statistics as a state of float32 at least. Where nothing counted them, other than 0 and 1 are one update."""
     if keys[0] not in arrays:
         return None
-    mean, var = (jnp.array(arrays[key].astype(jnp.promote_types(arrays[key].dtype, jnp.float32))) for key in keys)
+    mean, var = (jnp.array(arrays[key].astype(np.promote_types(arrays[key].dtype, np.float32))) for key in keys)
     seen = max(count or 0, int(jnp.any(mean != 0) | jnp.any(var != 1)))
     if weight is None or not np.any(weight):
         weight = np.full(mean.shape, seen if by_updates else min(seen, 1))

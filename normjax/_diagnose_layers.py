@@ -40,7 +40,7 @@ def sane(leaves: list, layers: list[Norm]) -> list:
         for field, number in layer.fields.items():
             leaf = leaves[number] = np.asarray(leaves[number])
             if field != "count":
-                leaves[number] = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+                leaves[number] = leaf.astype(np.promote_types(leaf.dtype, np.float32))
         for field in ("mean", "var"):
             leaf = leaves[layer.fields[field]]
             good = np.isfinite(leaf) if field == "mean" else np.isfinite(leaf) & (leaf >= 0)

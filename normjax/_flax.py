@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen.dtypes import canonicalize_dtype
 from jax import lax
 from jax.core import Tracer
@@ -167,9 +168,9 @@ def statistics(arrays: dict[str, Any]) -> BatchStats:
 def _running(fn: str, axes: Axes, x, held: BatchStats) -> BatchStats:
     """The statistics that a module keeps, in float32 at least (a checkpoint may hold less), complex where x is."""
     mean, var = (jnp.asarray(array) for array in (held.mean, held.var))
-    mean, var = (array.astype(jnp.promote_types(array.dtype, jnp.float32)) for array in (mean, var))
+    mean, var = (array.astype(np.promote_types(array.dtype, np.float32)) for array in (mean, var))
     if jnp.iscomplexobj(x):
-        mean = mean.astype(jnp.promote_types(mean.dtype, jnp.complex64))
+        mean = mean.astype(np.promote_types(mean.dtype, np.complex64))
     arrays = {"mean": mean, "var": var, "weight": held.weight}
     arrays = {name: _along(fn, axes, name, array) for name, array in arrays.items()}
     return BatchStats(**arrays, count=held.count, names=axes.features)

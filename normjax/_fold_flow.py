@@ -268,7 +268,7 @@ def _check_layer(flow: Flow, layer: Part) -> None:
     for name in _OWN:
         if name in defaults and getattr(layer.module, name) is not defaults[name].default:
             raise Refusal(f"{layer.path} has a {name} of its own, which need not be linear")
-    if getattr(layer.module, "batch_axis", None) or getattr(layer.module, "batch_dims", None):
+    if any(getattr(layer.module, name, None) not in (None, (), {}) for name in ("batch_axis", "batch_dims")):
         raise Refusal(f"{layer.path} has a kernel for each entry of a batch axis")
 
 
@@ -294,7 +294,7 @@ def folded(norm: Part, layer: Part, arrays: dict[str, Any], kernel, bias) -> tup
         )
     sizes = [norm.shape[axis] for axis in axes]
     shaped: dict[str, Any] = {n: None if array is None else jnp.reshape(array, sizes) for n, array in arrays.items()}
-    held = {name: shaped[name].astype(jnp.promote_types(shaped[name].dtype, jnp.float32)) for name in ("mean", "var")}
+    held = {name: shaped[name].astype(np.promote_types(shaped[name].dtype, jnp.float32)) for name in ("mean", "var")}
     stats = dataclasses.replace(statistics(held), names=channels)
     params = Affine(shaped["scale"], shaped["bias"], channels, getattr(norm.module, "zero_centered", False))
     try:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta, unfreeze
 
-from normjax._fold_flow import Flow, Folds, Part, fold_all, folded
+from normjax._fold_flow import Flow, Folds, Part, Refusal, fold_all, folded
 
 _LAYERS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvTranspose)
 Path = tuple[str, ...]
@@ -65,7 +65,8 @@ def fold(module: nn.Module, variables: Mapping[str, Any], /, *args: Any, **kwarg
     """
     held = unfreeze(dict(variables))  # type: ignore[arg-type]
     parts: dict[Path, Part] = {}
-    flow = _flow(module, held, parts, args, kwargs)
+    kinds: dict[Path, set[type]] = {}
+    flow = _flow(module, held, parts, kinds, args, kwargs)
     if not any(part.is_norm for part in parts.values()):
         raise ValueError("fold: no batch norm of flax.linen or normjax.linen is called here.")
     new = jax.tree.map(lambda leaf: leaf, held)
@@ -74,6 +75,9 @@ def fold(module: nn.Module, variables: Mapping[str, Any], /, *args: Any, **kwarg
     biased: set[Path] = set()
 
     def change(norm: Part, layer: Part) -> None:
+        for part in (norm, layer):
+            if others := kinds[places[part.number]] - {type(part.module)}:
+                raise Refusal(f"{part.path} shares its scope with a {others.pop().__name__} (nn.share_scope)")
         _fold_pair(held, new, places[norm.number], places[layer.number], norm, layer)
         gone[places[norm.number]] = None if norm.dtype == layer.dtype else norm.dtype
         biased.add(places[layer.number])
@@ -140,8 +144,13 @@ def _applied(module: nn.Module, gone: dict[Path, Any], biased: set[Path]) -> Cal
     return apply
 
 
-def _flow(module: nn.Module, variables: dict, parts: dict[Path, Part], args: tuple, kwargs: dict) -> Flow:
-    """The model on the example; arguments without a shape are what they are. `parts` are filled as they are called."""
+def _flow(
+    module: nn.Module, variables: dict, parts: dict[Path, Part], kinds: dict[Path, set[type]], args: tuple, kwargs: dict
+) -> Flow:
+    """The model on the example; arguments without a shape are what they are.
+
+    `parts` are filled as they are called, and `kinds` with the classes of all modules at a path.
+    """
     held, structure = jax.tree.flatten(variables)
     numbered = meta.unbox(jax.tree.unflatten(structure, range(len(held))))
     leaves, given = jax.tree.flatten((args, kwargs))
@@ -150,6 +159,8 @@ def _flow(module: nn.Module, variables: dict, parts: dict[Path, Part], args: tup
 
     def interceptor(call, args, kwargs, context):
         called, kind = context.module, type(context.module)
+        if called.scope is not None:
+            kinds.setdefault(called.path, set()).add(kind)
         if context.method_name != "__call__" or not isinstance(called, (*_LAYERS, *norms)):
             return call(*args, **kwargs)
         is_norm = isinstance(called, norms)

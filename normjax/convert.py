@@ -297,7 +297,7 @@ def to_flax(params: Affine | None = None, state: BatchStats | None = None, *, pr
     given = {} if params is None else {"scale": params.scale, "bias": params.bias}
     arrays = {key: jnp.array(as_array(fn, f"params.{key}", value)) for key, value in given.items() if value is not None}
     if params is not None and params.zero_centered and "scale" in arrays:
-        arrays["scale"] = 1 + arrays["scale"].astype(jnp.promote_types(arrays["scale"].dtype, jnp.float32))
+        arrays["scale"] = 1 + arrays["scale"].astype(np.promote_types(arrays["scale"].dtype, np.float32))
     state = None if state is None else check_state(fn, state)
     statistics = {} if state is None else {"mean": jnp.array(state.mean), "var": jnp.array(state.var)}
     variables: dict[str, Any] = {"params": arrays, "batch_stats": statistics}

@@ -145,6 +145,17 @@ def weight_normed(x, train):
     return norm(train)(nn.WeightNorm(nn.Dense(4), variable_filter={"kernel"})(x))
 
 
+class Sharing(nn.Module):
+    """Its parameters are those of its norm."""
+
+    def setup(self):
+        self.layer, self.norm = nn.Dense(4), norm()
+        nn.share_scope(self, self.norm)
+
+    def __call__(self, x):
+        return nn.relu(self.norm(self.layer(x)))
+
+
 class Mine(nn.Dense):
     pass
 
@@ -189,6 +200,15 @@ REFUSED = {
         lambda x, train: norm()(Mine(4)(x)), ROWS, {}, "Mine_0 is a Mine, which is no layer that fold knows"
     ),
     "a scan": (scanned, ROWS, {}, "it is called inside `scan`"),
+    "a scope that a module shares with its norm": (
+        lambda x, train: Sharing()(x), ROWS, {}, "Sharing_0 shares its scope with a Sharing (nn.share_scope)"
+    ),
+    "a kernel for each example": (
+        lambda x, train: norm()(nn.DenseGeneral(4, batch_dims=0, use_bias=False)(x)),
+        ROWS,
+        {},
+        "DenseGeneral_0 has a kernel for each entry of a batch axis",
+    ),
 }  # fmt: skip
 
 
