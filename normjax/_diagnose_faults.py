@@ -64,7 +64,8 @@ FAULTS = {
     ),
     "drift": Kind(
         "warning",
-        "the running statistics come from other data than this batch, or from other weights",
+        "the running statistics come from other data than this batch, or from other weights (training that still moves "
+        "them fast)",
         "recalibrate on the data that the model is for, or train on with the statistics moving",
     ),
     "constant channels": Kind(
@@ -99,8 +100,10 @@ FAULTS = {
     ),
     "padding pooled": Kind(
         "error",
-        "padding counts as entries, so the statistics depend on how long the padding is",
-        "pass the mask of real entries as where= (Flax: mask=) to every norm",
+        "padding counts as entries, or layers that mix positions carry it among the real ones: the statistics depend "
+        "on how long it is",
+        "pass the mask of real entries as where= (Flax: mask=) to every norm, and blank padding again before a "
+        "convolution",
     ),
     "replicas differ": Kind(
         "error",
@@ -160,6 +163,9 @@ def _of_what_is_stored(each: Measured, dtypes: list[Any]) -> list[Finding]:
         found.append(
             finding("negative variance", each.name, f"{bad} of {var.size} channels, down to {np.min(var):.2g}")
         )
+    weight = each.running.get("weight")
+    if weight is not None and not np.all(np.isfinite(weight)):
+        found.append(finding("not finite", each.name, "the weight that the averages rest on"))
     if half := sorted({str(dtype) for dtype in dtypes if dtype.itemsize < 4}):
         found.append(finding("half precision", each.name, f"stored in {', '.join(half)}"))
     return found
@@ -211,39 +217,55 @@ def _of_the_average(each: Measured, beyond: float, warming: "Warming | None") ->
     if start:
         count = "count 0" if "count" in each.running else "mean 0 and variance 1 in every channel"
         return [finding("never updated", each.name, count)]
+    if zeros := _of_zeros(each):
+        return zeros
     if each.start > WARM_UP and _agrees(each):
         updates = int(np.max(each.running["count"]))
         evidence = f"{each.start:.0%} of the start values left after {updates} updates of weight {each.share:.3g}"
-        return [finding("warm-up too short", each.name, evidence, severity=_severity(_offset(each)))]
+        return [finding("warm-up too short", each.name, evidence, severity=_severity(_offsets(each)))]
     if each.shift is None:
         return []
-    offset = _offset(each)
-    far = np.fmax(each.shift, each.stretch) > beyond
-    worst = float(np.max(offset, where=far, initial=0))
-    if worst <= DRIFT:
+    moments = _offsets(each), np.stack([each.shift, each.stretch])
+    grave = (moments[1] > beyond) & (moments[0] > DRIFT)  # a distance that is certain, and that matters
+    if not np.any(grave):
         return []
-    share, _ = _start_left(each)
-    if np.isnan(each.start) and _explains(each, beyond):
+    offset = np.max(moments[0], 0)
+    worst, distance = (float(np.max(each, where=grave, initial=0)) for each in moments)
+    share = _start_left(each)[0] if np.isnan(each.start) else each.start
+    if _explains(each, share, beyond):
         evidence = f"about {share:.2g} of the start values left, which explains a distance of {worst:.1f} std"
         return [finding("warm-up too short", each.name, evidence, severity=_severity(offset))]
     if np.isnan(each.start) and warming is not None and abs(share - warming.share) < ALIKE * warming.share:
         evidence = f"about {share:.2g} of the start values left, as in {warming.layer}: a distance of {worst:.1f} std"
         return [finding("warm-up too short", each.name, evidence, severity=_severity(offset))]
-    grave = far & (offset > DRIFT)
-    distance = float(np.max(np.fmax(each.shift, each.stretch), where=grave, initial=0))
-    evidence = (
-        f"{int(np.sum(grave))} of {grave.size} channels off, by up to {distance:.0f} standard errors, {worst:.1f} std"
-    )
+    off = int(np.sum(np.any(grave, 0)))
+    evidence = f"{off} of {offset.size} channels off, by up to {distance:.0f} standard errors, {worst:.1f} std"
     return [finding("drift", each.name, evidence, severity="error" if worst >= WRONG else None)]
 
 
-def _offset(each: Measured) -> np.ndarray:
-    """How far evaluation's standardised values are off, in their own standard deviations; NaN where unknown."""
+def _of_zeros(each: Measured) -> list[Finding]:
+    """Running variances of 0 where the batch varies: a checkpoint filled with zeros, if they are everywhere."""
+    if each.mean is None:
+        return []
+    lost = (each.running["var"] == 0) & (each.var > 0) & ~_constant(each)
+    if np.all(lost) and not np.any(each.running["mean"]):
+        return [finding("never updated", each.name, "mean 0 and variance 0 in every channel")]
+    if not np.any(lost):
+        return []
+    evidence = f"a running variance of 0 in {int(np.sum(lost))} of {lost.size} channels, which vary in this batch"
+    return [finding("drift", each.name, evidence, severity="error")]
+
+
+def _offsets(each: Measured) -> np.ndarray:
+    """How far evaluation's standardised values are off by mean and by scale, in their own standard deviations.
+
+    0 where that is unknown.
+    """
     with np.errstate(all="ignore"):
         mean = np.abs(each.mean - each.running["mean"]) / np.sqrt(each.running["var"])
         scale = np.abs(np.log(each.var / each.running["var"])) / 2
-    offset = np.fmax(mean, scale)
-    return np.where(np.isfinite(offset) & (each.var > 0), offset, 0)
+    offsets = np.stack([mean, scale])
+    return np.where(np.isfinite(offsets) & (each.var > 0), offsets, 0)
 
 
 def _severity(offset: np.ndarray) -> str | None:
@@ -280,9 +302,8 @@ def _start_left(each: Measured) -> tuple[float, float]:
     return (float(np.sum(towards[fine] * away[fine])) - noise) / told, np.sqrt(square + noise) / told
 
 
-def _explains(each: Measured, beyond: float) -> bool:
-    """Whether start values that are left leave no more than the noise of the batches to explain."""
-    share, _ = _start_left(each)
+def _explains(each: Measured, share: float, beyond: float) -> bool:
+    """Whether a share of the start values leaves no more than the noise of 1 − share of batches to explain."""
     if not 0 < share < 1:
         return False
     batches = (1 - share) * each.var
@@ -305,12 +326,14 @@ def warming(layers: list[Measured], beyond: float) -> Warming | None:
 
     Behind it training has moved the weights besides: there no share explains everything.
     """
-    shares = [
-        Warming(each.name, _start_left(each)[0])
-        for each in layers
-        if each.shift is not None and np.isnan(each.start) and _explains(each, beyond)
+    unknown = [each for each in layers if each.shift is not None and np.isnan(each.start)]
+    shares = {each.name: _start_left(each)[0] for each in unknown}
+    explained = [
+        Warming(each.name, shares[each.name])
+        for each in unknown
+        if shares[each.name] > WARM_UP and _explains(each, shares[each.name], beyond)
     ]
-    return max((one for one in shares if one.share > WARM_UP), key=lambda one: one.share, default=None)
+    return max(explained, key=lambda one: one.share, default=None)
 
 
 def of_eps(forward: Forward, each: Measured) -> list[Finding] | str:

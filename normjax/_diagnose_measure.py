@@ -69,7 +69,8 @@ class Forward:
     def train(self, leaves: list, index=None, batch=None) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]:
         """One training call on the batch's examples `index`, on this host."""
         index = np.arange(self.size) if index is None else index
-        y, fields = self._train(leaves, self.batch if batch is None else batch, index)
+        with jax.debug_nans(False):
+            y, fields = self._train(leaves, self.batch if batch is None else batch, index)
         return _floats(y), [{name: wide(leaf) for name, leaf in each.items()} for each in fields]
 
     def evaluate(self, leaves: list, index=None) -> list[np.ndarray]:
@@ -138,6 +139,11 @@ class Measured:
     noise: float = np.nan
     used: bool = True
     trains_frozen: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing comes of the statistics, and nothing comes to them."""
+        return not (self.moved or self.used or self.trains_frozen)
 
     @property
     def name(self) -> str:
@@ -259,7 +265,7 @@ def _widen(each: Measured) -> None:
     varies = each.var > 1e-30
     with np.errstate(all="ignore"):
         relative = np.mean((each.mean_error**2 / each.var)[varies]) if np.any(varies) else np.nan
-        each.noise = float(np.sqrt(relative))
+        each.noise = float(np.minimum(np.sqrt(relative), 1))  # that of one entry
         each.mean_error = np.fmax(each.mean_error, each.noise * np.sqrt(each.running["var"]))
     known = each.var_error[np.isfinite(each.var_error)]
     if known.size:

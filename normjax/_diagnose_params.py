@@ -16,8 +16,12 @@ from normjax._diagnose_report import Finding
 from normjax._normalize import Affine
 from normjax._stats_tree import COLLECTIONS, wide
 
+CENTRED = 0.25  # of a scale's median: weight decay seldom brings γ there from 1
 NO_SCALE = 1e-3  # of γ = 1: what the channel adds is lost in half precision
 HALF_GRADIENT = 0.03  # where anything is computed in half precision, whose cotangents are rounded to 1/256
+SCALED = (
+    0.5  # of a variance's logarithm: what doubling a kernel or a gain is beyond, and shifting in half precision not
+)
 NO_GRADIENT = 1e-3  # of evaluation's, with the same statistics: float32 sums of a million terms that cancel
 
 
@@ -28,10 +32,13 @@ def _named(params) -> list[tuple[str, Any]]:
 
 
 def decayed(params, mask: Any) -> list[Finding]:
-    """The γ and β that a mask of optax lets decay; a zero-centred γ may, since 0 stands for 1 there."""
+    """The γ and β that a mask of optax lets decay; a zero-centred γ may, since 0 stands for 1 there.
+
+    A scale of Flax's parameters does not say so itself: one that is about 0 in the median channel is taken for such.
+    """
     spared = decay_mask(params)
     given = jax.tree.broadcast(mask(params) if callable(mask) else mask, params)
-    centred = jax.tree.map(_centred, params, is_leaf=lambda node: isinstance(node, Affine))
+    centred = jax.tree_util.tree_map_with_path(_centred, params, is_leaf=lambda node: isinstance(node, Affine))
     triples = zip(*map(jax.tree.leaves, (spared, given, centred)), strict=True)
     wrong = [bool(decays) and not may and not zero for may, decays, zero in triples]
     names = [name for (name, _), is_wrong in zip(_named(params), wrong, strict=True) if is_wrong]
@@ -41,9 +48,9 @@ def decayed(params, mask: Any) -> list[Finding]:
     return [finding("decayed norm", "the mask", f"lets {len(names)} decay: {shown}")]
 
 
-def _centred(node) -> Any:
+def _centred(keys, node) -> Any:
     if not isinstance(node, Affine):
-        return False
+        return path_names(keys)[-1:] == ("scale",) and float(np.median(np.abs(wide(node)))) < CENTRED
     return Affine(
         None if node.scale is None else node.zero_centered,
         None if node.bias is None else False,
@@ -105,25 +112,73 @@ def redundant_biases(params, forward: Forward, found: list[Measured]) -> list[Fi
     Parameters that forward closes over are constants of its jaxpr: they are found there by identity. A text says why it
     could not be told.
     """
-    leaves = list(forward.leaves)
+    leaves, zeros = list(forward.leaves), list(forward.leaves)
     for each in found:
         if each.mean is not None and each.moved:
             leaves = replaced(leaves, each.layer, mean=each.mean, var=np.maximum(each.var, 0))
+            zeros = replaced(zeros, each.layer, mean=0, var=0)
     names = {id(leaf): name for name, leaf in _named(params)}
     (training, nothing), (evaluation, _) = (_gradients(forward, leaves, names, train=train) for train in (True, False))
     both = [name for name in training if name in evaluation]
     if not both:
         return "redundant bias: let forward close over the very arrays of params, as jax arrays, and not be jitted"
-    biases = [
+    unmoved = [name for name in both if training[name] <= nothing * evaluation[name] and evaluation[name] > 0]
+    return [
         finding(
             "redundant bias",
             name,
             f"its gradient is {training[name]:.1e} in training, {evaluation[name]:.1e} in evaluation",
         )
-        for name in both
-        if training[name] <= nothing * evaluation[name] and evaluation[name] > 0 and not name.endswith("scale")
+        for name in _shifts(forward, zeros, names, unmoved)
     ]
-    return biases
+
+
+def _shifts(forward: Forward, zeros: list, names: dict[int, str], candidates: list[str]) -> list[str]:
+    """Those of the parameters that leave every variance as it is: kernels and gains before a norm scale it."""
+    if not candidates:
+        return []
+
+    def variances(leaves, batch):
+        return [each["var"] for each in forward.call(leaves, batch, train=True)[1]]
+
+    opened = _Opened(variances, zeros, forward.batch, names)
+    before = [wide(var) for var in opened.call(opened.values)]
+
+    def moves(name: str) -> bool:
+        changed = [
+            2 * value + 1 if of == name else value for of, value in zip(opened.names, opened.values, strict=True)
+        ]
+        with np.errstate(all="ignore"):
+            ratios = [np.abs(np.log(wide(new) / old)) for new, old in zip(opened.call(changed), before, strict=True)]
+        return any(np.any(ratio > SCALED) for ratio in ratios)
+
+    return [name for name in candidates if not moves(name)]
+
+
+class _Opened:
+    """A function of statistics and batch whose captured parameters, found by identity, are its arguments.
+
+    Attributes:
+      names: of the parameters.
+      values: theirs.
+      call: from values to what the function returns, flat; compiled.
+      jaxpr: its program.
+    """
+
+    def __init__(self, function, leaves: list, batch, names: dict[int, str]):
+        closed = jax.make_jaxpr(function)(leaves, batch)
+        consts, inputs = closed.consts, jax.tree.leaves((leaves, batch))
+        at = [i for i, const in enumerate(consts) if id(const) in names and jnp.issubdtype(const.dtype, jnp.inexact)]
+        self.names, self.values = [names[id(consts[i])] for i in at], [consts[i] for i in at]
+        self.jaxpr = closed.jaxpr
+
+        def call(values):
+            new = list(consts)
+            for i, value in zip(at, values, strict=True):
+                new[i] = value
+            return eval_jaxpr(closed.jaxpr, new, *inputs)
+
+        self.call = jax.jit(call)
 
 
 def _gradients(forward: Forward, leaves: list, names: dict[int, str], *, train: bool) -> tuple[dict[str, float], float]:
@@ -132,27 +187,16 @@ def _gradients(forward: Forward, leaves: list, names: dict[int, str], *, train: 
     def outputs(leaves, batch):
         return [y for y in forward.call(leaves, batch, train=train)[0] if jnp.issubdtype(y.dtype, jnp.inexact)]
 
-    closed = jax.make_jaxpr(outputs)(leaves, forward.batch)
-    at = [i for i, const in enumerate(closed.consts) if id(const) in names and jnp.issubdtype(const.dtype, jnp.inexact)]
-    inputs = jax.tree.leaves((leaves, forward.batch))
-
-    def from_params(params):
-        consts = list(closed.consts)
-        for i, value in zip(at, params, strict=True):
-            consts[i] = value
-        return eval_jaxpr(closed.jaxpr, consts, *inputs)
+    opened = _Opened(outputs, leaves, forward.batch, names)
 
     @jax.jit
-    def pulled(params):
-        y, pullback = jax.vjp(from_params, params)
+    def pulled(values):
+        y, pullback = jax.vjp(opened.call, values)
         rng = np.random.default_rng(SEED)
         (gradients,) = pullback([jnp.asarray(rng.normal(size=each.shape), each.dtype) for each in y])
         return gradients
 
-    gradients = pulled([closed.consts[i] for i in at])
-    largest = {
-        names[id(closed.consts[i])]: float(np.max(np.abs(wide(g)), initial=0))
-        for i, g in zip(at, gradients, strict=True)
-    }
-    half = re.search(r":b?f16\[", str(closed.jaxpr))
+    gradients = pulled(opened.values)
+    largest = {name: float(np.max(np.abs(wide(g)), initial=0)) for name, g in zip(opened.names, gradients, strict=True)}
+    half = re.search(r":b?f16\[", str(opened.jaxpr))
     return largest, HALF_GRADIENT if half else NO_GRADIENT

@@ -22,6 +22,8 @@ from normjax._stats_tree import find_norms
 
 __all__ = ["FAULTS", "Finding", "Report", "diagnose"]
 
+SHIFTS = (1, 2, 5)  # of the examples against each other
+RANDOM = 4  # times what three other draws change
 AGREE = 1e-3  # standard deviations: what rounding and another order of summation change stays far below
 
 
@@ -90,13 +92,22 @@ def diagnose(
         stats = _first_replica(stats, replica_axis)
     called = Forward(forward, stats, batch)
     found = measure(called, running)
+    strength = couple(called)
+    if jax.tree.leaves(stats) and not found:
+        skipped.append("running statistics: stats holds none, which are a mean and a var side by side")
+    if idle := [each for each in found if each.idle and not strength > COUPLED]:
+        skipped.append(f"{', '.join(each.name for each in idle)}: forward does not call it")
+        found = [each for each in found if each not in idle]
     beyond = faults.limit(found, called.size) if called.size > 1 else np.inf
     warming = faults.warming(found, beyond)
     for each in found:
         dtypes = [jnp.asarray(called.given[each.layer.fields[field]]).dtype for field in ("mean", "var")]
         findings += faults.of_layer(each, dtypes, beyond, called.size, warming)
-    for check in (_eps, _coupling, _what_was_too_little):
-        more, why_not = check(called, found)
+    for more, why_not in (
+        _eps(called, found),
+        _coupling(strength, found),
+        _what_was_too_little(called, found),
+    ):
         findings, skipped = findings + more, skipped + why_not
     more, why_not = _of_params(called, found, findings, params, decay_mask)
     findings, skipped = findings + more, skipped + why_not
@@ -125,9 +136,8 @@ def _eps(forward: Forward, found: list[Measured]) -> tuple[list[Finding], list[s
     )
 
 
-def _coupling(forward: Forward, found: list[Measured]) -> tuple[list[Finding], list[str]]:
+def _coupling(strength: float, found: list[Measured]) -> tuple[list[Finding], list[str]]:
     """Examples that meet in evaluation: through statistics that should be the running ones, or in the outputs."""
-    strength = couple(forward)
     if np.isnan(strength):
         why = "pass two examples or more, and let y hold an array with a leading axis of examples"
         return [], [f"batch statistics in evaluation, batch-mates leak: {why}"]
@@ -192,18 +202,29 @@ def _padding(forward: Forward, found: list[Measured], axis: int | None) -> tuple
         _, long = forward.train(leaves, batch=longer)
     except (ValueError, TypeError) as error:
         return [], [f"padding pooled: forward refuses twice the padding ({str(error).splitlines()[0]})"]
-    findings = []
-    for each, one, other in zip(found, short, long, strict=True):
-        if not each.moved:
+    # Examples in another order change nothing, unless training draws at random, which another length changes too.
+    turned = [forward.train(leaves, np.roll(np.arange(forward.size), -shift))[1] for shift in SHIFTS]
+    findings, skipped = [], []
+    for each in found:
+        at = forward.layers.index(each.layer)
+        moved = _apart(each, short[at], long[at]) if each.moved else 0.0
+        random = max(_apart(each, short[at], other[at]) for other in turned) if each.moved else 0.0
+        if moved <= AGREE:
             continue
-        with np.errstate(all="ignore"):
-            mean = np.abs(one["mean"] - other["mean"]) / np.sqrt(each.var) / each.fresh
-            var = np.abs(one["var"] - other["var"]) / each.var / each.fresh
-        moved = float(np.max(np.nan_to_num(np.fmax(mean, var)), initial=0))
-        if moved > AGREE:
-            evidence = f"twice the length moves the batch's moments by {moved:.2g} standard deviations"
-            findings.append(finding("padding pooled", each.name, evidence))
-    return findings, []
+        if moved <= RANDOM * random:
+            skipped.append(f"padding pooled in {each.name}: pass a forward whose training is not random (dropout)")
+            continue
+        evidence = f"twice the length moves the batch's moments by {moved:.2g} standard deviations"
+        findings.append(finding("padding pooled", each.name, evidence))
+    return findings, skipped
+
+
+def _apart(each: Measured, one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    """How far two batches' moments are apart at most, in standard deviations."""
+    with np.errstate(all="ignore"):
+        mean = np.abs(one["mean"] - other["mean"]) / np.sqrt(each.var) / each.fresh
+        var = np.abs(one["var"] - other["var"]) / each.var / each.fresh
+    return float(np.max(np.nan_to_num(np.fmax(mean, var)), initial=0))
 
 
 def _extended(batch, axis: int):
@@ -235,12 +256,19 @@ def _replicas(stats, axis: int) -> list[Finding]:
                 f"diagnose: replica_axis={axis} must be an axis of the statistics; {layer.path}'s mean has shape "
                 f"{found['mean'].shape}."
             )
+        mean, var = (np.moveaxis(found[field], axis, 0) for field in ("mean", "var"))
+        broken = np.any(~np.isfinite(mean) | ~np.isfinite(var) | (var < 0), tuple(range(1, var.ndim)))
+        if np.any(broken[1:]):  # the first is looked at with everything else
+            number = 1 + int(np.argmax(broken[1:]))
+            fault = "negative variance" if np.all(np.isfinite([mean[number], var[number]])) else "not finite"
+            findings.append(finding(fault, layer.path, f"in replica {number} of {len(var)}"))
+            continue
         with np.errstate(all="ignore"):
-            std = np.sqrt(np.mean(found["var"], axis))
-            apart = np.fmax(np.ptp(np.real(found["mean"]), axis) / std, np.ptp(found["var"], axis) / std**2)
+            std = np.sqrt(np.mean(var, 0))
+            apart = np.fmax(np.ptp(np.real(mean), 0) / std, np.ptp(var, 0) / std**2)
         worst = float(np.max(np.nan_to_num(apart), initial=0))
         if worst > AGREE:
-            evidence = f"{found['mean'].shape[axis]} replicas, up to {worst:.2g} standard deviations apart"
+            evidence = f"{len(var)} replicas, up to {worst:.2g} standard deviations apart"
             findings.append(finding("replicas differ", layer.path, evidence))
     return findings
 
