@@ -215,9 +215,11 @@ def _probe(forward: Forward, found: list[Measured], emptied: dict) -> list[tuple
         for i in at:
             large = replaced(large, found[i].layer, mean=sizes[i], var=sizes[i], **emptied)
         high = forward.train(large)[1]
-        shares = [
-            1 - _median(np.real(h["mean"] - lo["mean"]) / size) for h, lo, size in zip(high, low, sizes, strict=True)
-        ]
+        with np.errstate(all="ignore"):
+            shares = [
+                1 - _median(np.real(h["mean"] - lo["mean"]) / size)
+                for h, lo, size in zip(high, low, sizes, strict=True)
+            ]
         stopped = {
             i for i in at if np.all(low[i]["mean"] == 0) and np.all(low[i]["var"] == 0) and abs(shares[i]) < 1e-6
         }

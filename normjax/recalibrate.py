@@ -46,7 +46,8 @@ def recalibrate(
     Args:
       step: step(stats, batch) → the statistics after one training-mode pass; any framework, jitted or not. It is called
         with start values of ours, keeps its own average (any weight of the new batch), and is called once a batch and
-        three more times in all (once with `unbiased=False`).
+        three more times in all (once with `unbiased=False`). It calls each norm once: of two views or micro-batches one
+        average has only a mixture, which cannot be told apart (`BatchStats` count, so for them this is an error).
       stats: the statistics, alone or anywhere in a tree: `BatchStats`, linen's `batch_stats` (with `batch_counts`), an
         nnx state. A norm is what has a `mean` and a `var` side by side, of float32 at least. It is only read.
       batches: of anything that step takes, of equal or unequal sizes; with `layers` iterated once for each.
@@ -87,7 +88,12 @@ def recalibrate(
     if not callable(step):
         raise TypeError(f"{FN}: step must be a function (stats, batch) → stats; got {kind_of(step)}.")
     if not isinstance(batches, Iterable) or hasattr(batches, "dtype"):
-        raise TypeError(f"{FN}: batches must be an iterable of batches, such as a list; got {kind_of(batches)}.")
+        raise TypeError(
+            f"{FN}: batches must be an iterable of batches, such as a list; got {kind_of(batches)}. (An array might be "
+            "one batch; for its rows write list(array).)"
+        )
+    if layers is not None and (isinstance(layers, str) or not len(layers)):
+        raise ValueError(f"{FN}: layers must be a list of the norms' paths; got {layers!r}.")
     unbiased = None if unbiased is None else static_bool(FN, "unbiased", unbiased)
     tree = StatsTree.read(stats)
     sizes = _Sizes(entries)
@@ -181,7 +187,7 @@ def _measure(tree: StatsTree, norms, step, batches, sizes: "_Sizes", unbiased: b
     empty = "batches holds none"
     for batch in batches:
         if sizes.is_empty(batch):
-            empty = empty and "entries(batch) is 0 for every batch"
+            empty = empty and ("no batch has an example" if sizes.entries is None else "entries(batch) is 0 in all")
             continue
         empty = ""
         moved = {norm: one for norm, one in _call(tree, norms, step, batch).items() if np.any(one.seen)}
@@ -287,8 +293,11 @@ class _Sizes:
         return ratios.pop()
 
     def is_empty(self, batch) -> bool:
-        """Whether the caller says that nothing in it counts."""
-        return self.entries is not None and self(batch) == 0
+        """Whether nothing in it counts: the caller says so, or there are no examples."""
+        if self.entries is not None:
+            return self(batch) == 0
+        leading = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+        return bool(leading) and not any(leading)
 
 
 def _find_divisors(

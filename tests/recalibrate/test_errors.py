@@ -96,6 +96,7 @@ WRONG = {
         "batches must be an iterable of batches, such as a list; got NoneType.",
     ),
     "one batch": ((step, FRESH, BATCHES[0]), {}, "batches must be an iterable of batches, such as a list; got"),
+    "no examples": ((step, FRESH, [X[:0], X[:0]]), {}, "no batch has an example."),
     "no number of entries": (
         (step, FRESH, BATCHES),
         {"entries": lambda x: x},
@@ -104,7 +105,7 @@ WRONG = {
     "no entry at all": (
         (step, FRESH, BATCHES),
         {"entries": lambda x: 0},
-        "entries(batch) is 0 for every batch.",
+        "entries(batch) is 0 in all.",
     ),
     "unbiased by chance": (
         (random, FRESH, BATCHES),
@@ -141,6 +142,8 @@ def batches():
 NET = pure()
 LAYERED = {
     "an iterator": (NET.step, lambda: iter(batches()), LAYERS, "batches is used up after one layer; with layers pass"),
+    "no layers": (NET.step, batches, [], "layers must be a list of the norms' paths; got []."),
+    "one layer": (NET.step, batches, "norm0", "layers must be a list of the norms' paths; got 'norm0'."),
     "no such norm": (NET.step, batches, ("norm9",), 'no norm stands at \'norm9\'; there are "norm0", "norm1", "norm2"'),
     "the wrong order": (
         NET.step,

@@ -237,6 +237,16 @@ def test_entries_say_how_many_rows_a_mask_keeps(rng):
 
 
 @pytest.mark.parametrize("first", [True, False])
+def test_a_batch_without_examples_is_left_out(first, rng):
+    x = rng.normal(0, 2, (12, 3)).astype(np.float32)
+    norm = flax.linen.BatchNorm(use_running_average=False, use_scale=False, use_bias=False)
+    stats = norm.init(jax.random.key(0), x)["batch_stats"]
+    step = lambda stats, x: norm.apply({"batch_stats": stats}, x, mutable=["batch_stats"])[1]["batch_stats"]  # noqa: E731
+    stats = recalibrate(step, stats, [x[:0], x] if first else [x, x[:0]])
+    close(stats["mean"], stats["var"], x)
+
+
+@pytest.mark.parametrize("first", [True, False])
 def test_a_batch_of_padding_alone_is_left_out_where_entries_says_so(first, rng):
     real, padding = rng.normal(3, 2, (12, 3)).astype(np.float32), np.zeros((12, 3), np.float32)
     stats = recalibrate(
