@@ -21,7 +21,7 @@ def figure(report: Report) -> Any:
     most = 1 / np.sqrt(TINY)
     noisy.barh(rows, np.nan_to_num(noises), color=[_FAR if noise > most else _FINE for noise in noises], height=0.5)
     noisy.axvline(most, color=_LIMIT, linestyle=":", label=f"that of {TINY} entries")
-    noisy.set(xlabel="standard error of a batch mean (std)", title="Noise")
+    noisy.set(xlabel="standard error of a batch mean (std)", title="Noise of batch means")
     noisy.set_xlim(0, max(0.5, 1.1 * float(np.nanmax(noises, initial=0))))
     faulty = {finding.layer for finding in report.findings}
     far.set_yticks(rows, [f"{name} *" if name in faulty else name for name in report.layers])
@@ -48,10 +48,11 @@ def _distances(axis: Any, report: Report) -> None:
             axis.plot(part, np.full(part.size, row), "o", color=colour, markersize=4, alpha=0.5, markeredgewidth=0)
         if np.isfinite(limit):
             axis.plot([limit, limit], [row - 0.3, row + 0.3], color=_LIMIT, label=None if row else "limit of chance")
-    for colour, label in ((_FINE, "a channel"), (_FAR, "a channel beyond it")):
-        axis.plot([], [], "o", color=colour, markersize=4, label=label)
+    axis.plot([], [], "o", color=_FINE, markersize=4, label="a channel")
+    if any(np.any(each > limit) for each, limit in zip(known, report.limits, strict=True)):
+        axis.plot([], [], "o", color=_FAR, markersize=4, label="a channel beyond it")
     axis.set_xscale("symlog", linthresh=10)
     ticks = [step * 10**power for power in range(20) for step in (1, 3) if 10 <= step * 10**power <= 2 * largest]
     axis.set_xticks([0, 5, *ticks], [f"{tick:g}" for tick in (0, 5, *ticks)])
     axis.set_xlim(0, 2 * largest)
-    axis.set(xlabel="distance in standard errors", title="Batch moments from running statistics")
+    axis.set(xlabel="distance in standard errors (logarithmic from 10)", title="Batch moments from running statistics")

@@ -9,6 +9,7 @@ from flax import linen as nn
 from flax.core import meta, unfreeze
 
 from normjax._fold_flow import Flow, Folds, Part, Refusal, fold_all, folded
+from normjax._inputs import kind_of
 
 _LAYERS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvTranspose)
 Path = tuple[str, ...]
@@ -49,9 +50,10 @@ def fold(module: nn.Module, variables: Mapping[str, Any], /, *args: Any, **kwarg
       **kwargs: the same, such as train=False, `method` or `rngs`.
 
     Returns:
-      `Folded`: apply, variables and report.
+      A named tuple (apply, variables, report), the report with a `Fold` (norm, layer, reason) for each batch norm.
 
     Raises:
+      TypeError: module is no `nn.Module`.
       ValueError: no batch norm is called.
 
     Example:
@@ -63,6 +65,8 @@ def fold(module: nn.Module, variables: Mapping[str, Any], /, *args: Any, **kwarg
       >>> print(report, sorted(variables["params"]["layers_0"]))
       layers_1  folded into layers_0 ['bias', 'kernel']
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fold: module must be a linen module; got {kind_of(module)}.")
     held = unfreeze(dict(variables))  # type: ignore[arg-type]
     parts: dict[Path, Part] = {}
     kinds: dict[Path, set[type]] = {}

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from normjax._fold_flow import Flow, Folds, Part, fold_all, folded
+from normjax._inputs import kind_of
 from normjax._nnx_batch import BatchNorm, value_of
 from normjax._nnx_swap import FrozenBatchNorm, become, dotted
 
@@ -56,9 +57,10 @@ def fold(model: Any, /, *args: Any, **kwargs: Any) -> Folded:
       **kwargs: the same.
 
     Returns:
-      `Folded`: the model and the report.
+      A named tuple (model, report), the report with a `Fold` (norm, layer, reason) for each batch norm.
 
     Raises:
+      TypeError: model is no `nnx.Module`.
       ValueError: there is no batch norm in the model.
 
     Example:
@@ -71,6 +73,8 @@ def fold(model: Any, /, *args: Any, **kwargs: Any) -> Folded:
       >>> print(report)
       layers.1  folded into layers.0
     """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"fold: model must be an nnx.Module; got {kind_of(model)}.")
     watched, new = nnx.clone(model), nnx.clone(model)
     parts = _watch(watched)
     if not any(part.is_norm for part in parts):

@@ -45,13 +45,13 @@ def diagnose(
     differ by chance.
 
     Args:
-      forward: forward(stats, batch, train) → (y, stats after the call), which closes over the parameters: a function
-        without side effects that can be traced. y may be any pytree; its arrays with a leading axis of N show whether
-        examples depend on each other.
+      forward: forward(stats, batch, train) → (y, stats after the call), which runs the model exactly as your training
+        and evaluation do and closes over the parameters: a function without side effects that can be traced. y may be
+        any pytree; its arrays with a leading axis of N show whether examples depend on each other.
       stats: pytree that holds the running statistics, as `BatchStats`, dicts of `mean` and `var` (Flax's `batch_stats`,
         with `batch_counts` or without), or nnx's states.
       batch: pytree of arrays with a leading axis of N examples of the data that the model is for, as many as in
-        training.
+        training: by their noise it is seen whether groups are too small.
       running: the `Ema` or `Cumulative` that moves the statistics. By default it is measured; tell it where the update
         rests on what the tree does not hold.
       params: the parameters that forward closes over, the very arrays: for biases right before a norm, and scales
@@ -71,7 +71,9 @@ def diagnose(
       TypeError: an argument of another type.
 
     Example:
+      >>> import jax
       >>> import normjax as nj
+      >>> from normjax.diagnose import diagnose
       >>> x = jax.random.normal(jax.random.key(0), (64, 3))
       >>> def forward(stats, x, train):
       ...     return nj.batch_norm(x, None, stats, layout="N C", axis_names="N", train=train)

@@ -58,7 +58,9 @@ def fold(
       TypeError: an array of integers, statistics below float32, or arguments of other types.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> import normjax as nj
+      >>> from normjax.fold import fold
       >>> stats = nj.BatchStats(jnp.array([5.0]), jnp.array([4.0]), 1, jnp.ones(1), "C")
       >>> kernel, bias = fold(jnp.full((1, 1, 1, 1), 2.0), jnp.array([3.0]), nj.Affine(jnp.array([4.0]),
       ...                     jnp.array([1.0]), "C"), stats, layout="h w I C", eps=0)

@@ -76,7 +76,9 @@ def recalibrate(
         that are none.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> import normjax as nj
+      >>> from normjax.recalibrate import recalibrate
       >>> step = lambda stats, x: nj.batch_norm(x, None, stats, layout="N", axis_names="N", train=True)[1]
       >>> stats = recalibrate(step, nj.BatchStats.init(), [jnp.array([0.0]), jnp.array([3.0]), jnp.array([6.0, 6.0])])
       >>> print(stats.mean.round(4), stats.var.round(4), stats.count)

@@ -114,7 +114,8 @@ print(f"loss of the first step {losses[0]:.2f}, of the last {losses[-1]:.3f}")
 #
 # 1. *Wrong mode*: evaluation normalises by its batch. Fair on shuffled digits; so it is shown what a service may see,
 #    all images of a class at once.
-# 2. *Discarded*: the training step drops the new state.
+# 2. *Discarded*: the function that calls the network in training hands back the old state. (Where it is the loop around
+#    it that drops the new one, the finding is *never updated*.)
 # 3. *Never warmed up*: a checkpoint was restored without its statistics, and three batches followed.
 # 4. *Other data*: the camera changed, and images have half the contrast on a grey ground.
 

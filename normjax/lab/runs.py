@@ -67,7 +67,7 @@ def check_free(folder: Path) -> None:
         return
     if (folder / CONFIG).exists() and not (folder / FOLDED).exists():
         raise UserError(
-            f"--out {folder}: this run folder exists; go on with it by {resume_command(folder)}, or name another"
+            f"--out {folder}: this run folder exists; name another, or go on training it by {resume_command(folder)}"
         )
     if folder.exists() or folder.is_symlink():
         raise UserError(f"--out {folder}: exists already and is not an empty folder; name another")
@@ -95,7 +95,8 @@ def stored_config(folder: Path) -> Config:
     """The config of an existing run."""
     _check_path("run folder", folder)
     if not folder.is_dir():
-        raise UserError(f"run folder {folder}: there is none; give the folder that --out named")
+        what = "is a file" if folder.exists() else "there is none"
+        raise UserError(f"run folder {folder}: {what}; give the folder that --out named")
     if not (folder / CONFIG).is_file():
         raise UserError(f"run folder {folder}: has no {CONFIG}, so it is none; give the one that --out named")
     return configs.load(str(folder / CONFIG))

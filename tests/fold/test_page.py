@@ -30,7 +30,7 @@ def page(tmp_path_factory):
     plain = dataclasses.replace(config, norm=dataclasses.replace(config.norm, family="none"))
     os.chdir(tmp_path_factory.mktemp("page"))
     try:
-        folding.write(Path("runs/folded"), config, flax_nnx.to_pure_dict(network(plain).init()[0]))
+        folding.write(Path("runs/mine-folded"), config, flax_nnx.to_pure_dict(network(plain).init()[0]))
         with contextlib.redirect_stdout(printed):
             for block in re.findall(r"^```python\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL):
                 exec(block, names)

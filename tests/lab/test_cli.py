@@ -77,7 +77,7 @@ BAD_INPUT = {
     "train digits --out taken": "--out taken: exists already and is not an empty folder; name another",
     "train digits --out taken.txt": "--out taken.txt: exists already and is not an empty folder; name another",
     "train digits --out taken.txt/run": "--out taken.txt/run: no folder can be made in ",
-    "train digits --out old": "--out old: this run folder exists; go on with it by normjax train --resume old, or name",
+    "train digits --out old": "--out old: this run folder exists; name another, or go on training it by normjax",
     "train digits --out bad\udcffname": "bad\\udcffname' is no text in UTF-8; give another name",
     "train digits --out " + "a" * 300: "cannot be used (File name too long); give another name",
     "train digits --out here/a*b": "here/a*b: orbax cannot keep checkpoints under a path with '*', as in ",
