@@ -143,7 +143,14 @@ def limit(layers: list[Measured], size: int) -> float:
     return float(-stdtrit(freedom, FALSE_ALARMS / 2 / max(tests, 1)))
 
 
-def of_layer(each: Measured, dtypes: list[Any], beyond: float, size: int, warming: "Warming | None") -> list[Finding]:
+class Warming(NamedTuple):
+    """A layer whose distance from the batch is that of start values which are left, and their share."""
+
+    layer: str
+    share: float
+
+
+def of_layer(each: Measured, dtypes: list[Any], beyond: float, size: int, warming: Warming | None) -> list[Finding]:
     """What the numbers of one layer show; a fault that explains another one stands in its place."""
     found = _of_what_is_stored(each, dtypes)
     if each.mean is not None and not np.all(np.isfinite(each.mean) & np.isfinite(each.var)):
@@ -209,7 +216,7 @@ def _of_the_batch(each: Measured, size: int) -> list[Finding]:
     return found
 
 
-def _of_the_average(each: Measured, beyond: float, warming: "Warming | None") -> list[Finding]:
+def _of_the_average(each: Measured, beyond: float, warming: Warming | None) -> list[Finding]:
     """Never moved, moved too little, or moved by other data: the first that holds."""
     start = is_start(each.running)
     if not each.moved and not each.trains_frozen:
@@ -230,7 +237,7 @@ def _of_the_average(each: Measured, beyond: float, warming: "Warming | None") ->
     if not np.any(grave):
         return []
     offset = np.max(moments[0], 0)
-    worst, distance = (float(np.max(each, where=grave, initial=0)) for each in moments)
+    worst, distance = (float(np.max(moment, where=grave, initial=0)) for moment in moments)
     share = _start_left(each)[0] if np.isnan(each.start) else each.start
     if _explains(each, share, beyond):
         evidence = f"about {share:.2g} of the start values left, which explains a distance of {worst:.1f} std"
@@ -314,14 +321,7 @@ def _explains(each: Measured, share: float, beyond: float) -> bool:
         return not np.any(np.fmax(shift, stretch) > beyond)
 
 
-class Warming(NamedTuple):
-    """A layer whose distance from the batch is that of start values which are left, and their share."""
-
-    layer: str
-    share: float
-
-
-def warming(layers: list[Measured], beyond: float) -> Warming | None:
+def find_warming(layers: list[Measured], beyond: float) -> Warming | None:
     """The layer with most of its start values left.
 
     Behind it training has moved the weights besides: there no share explains everything.
