@@ -165,6 +165,27 @@ MUTANTS = (
         "    return 10 * float(-stdtrit(",
         ("tests/diagnose/test_faults.py", "-k", "planted and drift"),
     ),
+    Mutant(
+        "a distance of one moment taken with the certainty of the other",
+        "normjax/_diagnose_faults.py",
+        "grave = (moments[1] > beyond) & (moments[0] > DRIFT)",
+        "grave = np.any(moments[1] > beyond, 0) & (moments[0] > DRIFT)",
+        ("tests/diagnose/test_told_apart.py", "-k", "same_moment"),
+    ),
+    Mutant(
+        "an unbiased running variance taken for a biased one",
+        "normjax/recalibrate.py",
+        "        if self.inverse_m:\n",
+        "        if False:\n",
+        ("tests/recalibrate", "-k", "whatever_average"),
+    ),
+    Mutant(
+        "folded though another module has the norm's scope",
+        "normjax/_linen_fold.py",
+        "if others := kinds[places[part.number]] - {type(part.module)}:",
+        "if others := kinds[places[part.number]] - kinds[places[part.number]]:",
+        ("tests/fold/test_linen.py", "-k", "stays"),
+    ),
 )
 
 
