@@ -18,10 +18,9 @@ from normjax._stats_tree import COLLECTIONS, wide
 
 CENTRED = 0.25  # of a scale's median: weight decay seldom brings γ there from 1
 NO_SCALE = 1e-3  # of γ = 1: what the channel adds is lost in half precision
-HALF_GRADIENT = 0.03  # where anything is computed in half precision, whose cotangents are rounded to 1/256
-SCALED = (
-    0.5  # of a variance's logarithm: what doubling a kernel or a gain is beyond, and shifting in half precision not
-)
+HALF_GRADIENT = 1.0  # where anything is in half precision: sums of rounded cotangents hide a 0, outputs must show it
+SHIFTED = 0.05  # of training's outputs: what rounding to half precision stays below
+SCALED = 0.5  # of a variance's logarithm: twice a kernel or gain is beyond that, a shift in half precision is not
 NO_GRADIENT = 1e-3  # of evaluation's, with the same statistics: float32 sums of a million terms that cancel
 
 
@@ -134,23 +133,31 @@ def redundant_biases(params, forward: Forward, found: list[Measured]) -> list[Fi
 
 
 def _shifts(forward: Forward, zeros: list, names: dict[int, str], candidates: list[str]) -> list[str]:
-    """Those of the parameters that leave every variance as it is: kernels and gains before a norm scale it."""
+    """Those of the parameters whose change training's outputs do not show, nor any variance.
+
+    Kernels and gains before a norm scale its variance.
+    """
     if not candidates:
         return []
 
-    def variances(leaves, batch):
-        return [each["var"] for each in forward.call(leaves, batch, train=True)[1]]
+    def seen(leaves, batch):
+        y, fields = forward.call(leaves, batch, train=True)
+        return [each["var"] for each in fields], [one for one in y if jnp.issubdtype(one.dtype, jnp.inexact)]
 
-    opened = _Opened(variances, zeros, forward.batch, names)
-    before = [wide(var) for var in opened.call(opened.values)]
+    opened = _Opened(seen, zeros, forward.batch, names)
+    layers = len(forward.layers)
+    before = [wide(one) for one in opened.call(opened.values)]
 
     def moves(name: str) -> bool:
         changed = [
             2 * value + 1 if of == name else value for of, value in zip(opened.names, opened.values, strict=True)
         ]
+        pairs = list(zip([wide(one) for one in opened.call(changed)], before, strict=True))
         with np.errstate(all="ignore"):
-            ratios = [np.abs(np.log(wide(new) / old)) for new, old in zip(opened.call(changed), before, strict=True)]
-        return any(np.any(ratio > SCALED) for ratio in ratios)
+            scaled = any(np.any(np.abs(np.log(new / old)) > SCALED) for new, old in pairs[:layers])
+        return scaled or any(
+            np.mean(np.abs(new - old) ** 2) > SHIFTED**2 * np.mean(np.abs(old) ** 2) for new, old in pairs[layers:]
+        )
 
     return [name for name in candidates if not moves(name)]
 

@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from normjax._inputs import is_real_scalar, kind_of, static_bool
@@ -24,6 +23,7 @@ from normjax._stats_tree import FN, NOTHING, Norm, StatsTree, flatten, wide
 
 HUGE = 2.0**60
 ROUNDINGS = 8  # of the squares in E[x²] − E[x]², which some frameworks subtract
+RANDOM = 8  # times what another order of the examples changes
 TOO_ROUGH = 0.05  # of a variance: with more noise nothing is told from it
 
 
@@ -46,8 +46,9 @@ def recalibrate(
     Args:
       step: step(stats, batch) → the statistics after one training-mode pass; any framework, jitted or not. It is called
         with start values of ours, keeps its own average (any weight of the new batch), and is called once a batch and
-        three more times in all (once with `unbiased=False`). It calls each norm once: of two views or micro-batches one
-        average has only a mixture, which cannot be told apart (`BatchStats` count, so for them this is an error).
+        some more times on the first (once with `unbiased=False`). It calls each norm once: of two views or
+        micro-batches one average has only a mixture, which cannot be told apart (`BatchStats` count, so for them this
+        is an error).
       stats: the statistics, alone or anywhere in a tree: `BatchStats`, linen's `batch_stats` (with `batch_counts`), an
         nnx state. A norm is what has a `mean` and a `var` side by side, of float32 at least. It is only read.
       batches: of anything that step takes, of equal or unequal sizes; with `layers` iterated once for each.
@@ -306,40 +307,66 @@ def _find_divisors(
     tree: StatsTree, norms, found: dict[Norm, _Population], step, batch, sizes: _Sizes, sure: bool
 ) -> None:
     """Finds 1/m, times a batch's size, of those norms that store the unbiased variance; all `norms` move."""
-    for part in (jax.tree.map(_half, batch), batch):
+    count, left, refused, taken = _examples(batch), dict(found), None, False
+
+    def call(rows):
+        return _call(tree, norms, step, _rows(batch, count, rows))
+
+    for number in (count // 2 if count >= 4 else count, count):
+        rows = np.arange(number)
         try:
-            once, twice = (_call(tree, norms, step, given) for given in (part, jax.tree.map(_twice, part)))
-            break
+            once, twice, turned = call(rows), call(np.tile(rows, 2)), None
         except Exception as error:  # a number of examples that step does not take
             refused = error
-    else:
-        if sure:
-            raise ValueError(
-                f"{FN}: unbiased=True: m cannot be measured, since step takes neither half of a batch nor one twice "
-                f"over ({refused})."
-            ) from refused
-        return
-    for norm, population in found.items():
-        inverse_m = _inverse_m(norm.path, population, once[norm], twice[norm], sure)
-        population.inverse_m = inverse_m if population.counted or not inverse_m else inverse_m * sizes(part)
+            continue
+        taken = True
+        for norm, population in list(left.items()):
+            used = _varied(population, once[norm])
+            if not np.any(used):
+                continue
+            del left[norm]
+            inverse_m = _inverse_m(norm.path, population, once[norm], twice[norm], used, sure)
+            if inverse_m and not sure:
+                turned = call(np.roll(rows, 1)) if turned is None else turned
+                random = np.median(np.abs(turned[norm].var / once[norm].var - 1)[used])
+                inverse_m = inverse_m if inverse_m > RANDOM * random else 0.0
+            if inverse_m and not population.counted:
+                inverse_m *= (
+                    sizes(batch) * number / count if sizes.entries is None else sizes(_rows(batch, count, rows))
+                )
+            population.inverse_m = inverse_m
+        if not left:
+            return
+    if sure and not taken:
+        raise ValueError(
+            f"{FN}: unbiased=True: m cannot be measured, since step takes neither half of a batch nor one twice over "
+            f"({refused})."
+        ) from refused
 
 
-def _half(leaf):
-    return leaf[: len(leaf) // 2] if np.ndim(leaf) and len(leaf) >= 4 else leaf
+def _examples(batch) -> int:
+    """How many examples a batch has: the leading axis of its largest array."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+    return max(shapes, key=math.prod)[0] if shapes else 0
 
 
-def _twice(leaf):
-    return jnp.concatenate([leaf, leaf]) if np.ndim(leaf) else leaf
+def _rows(batch, count: int, rows):
+    """The batch of these examples; arrays without them (a random key, say) stay."""
+    return jax.tree.map(lambda leaf: leaf[rows] if np.ndim(leaf) and np.shape(leaf)[0] == count else leaf, batch)
 
 
-def _inverse_m(path: str, population: _Population, once: _Moved, twice: _Moved, sure: bool) -> float:
+def _varied(population: _Population, moved: _Moved) -> np.ndarray:
+    """Which channels have a variance that is more than rounding: not those of dead units."""
+    a = population.new_weight
+    mean, var = (np.abs(r - (1 - a) * NOTHING) / a for r in (moved.mean, moved.var))
+    return moved.seen & (var > np.maximum(ROUNDINGS * population.eps * mean**2, NOTHING))
+
+
+def _inverse_m(path: str, population: _Population, once: _Moved, twice: _Moved, used: np.ndarray, sure: bool) -> float:
     """1/m, from a batch that twice over has the same mean and biased variance, and 2m entries.
 
     The unbiased variances are as m/(m − 1) to 2m/(2m − 1), which is 1 + d with d = 1/(2 (m − 1)): 1/m = 2d/(1 + 2d).
     """
-    used = once.seen & (once.var > 0)
-    if not np.any(used):
-        return 0.0
     if np.any(np.abs(twice.mean - once.mean)[used] > 1e-3 * (np.sqrt(once.var) + np.abs(once.mean))[used]):
         if not sure:
             return 0.0

@@ -167,6 +167,49 @@ def test_m_is_measured_where_half_a_batch_cannot_be_split_among_devices(rng):
         close(stats.mean, stats.var, x)
 
 
+@pytest.mark.parametrize("unbiased", [None, True])
+def test_m_is_measured_beside_dead_units(unbiased, rng):
+    x = np.maximum(rng.normal(1, 1, (40, 4)), 0).astype(np.float32)
+    x[:, :3] = 0
+    x[:, 2] = 7
+    stats = recalibrate(single(nj.Ema.torch(0.1)), nj.BatchStats.init(C=4), split(x, 16, 16, 8), unbiased=unbiased)
+    close(stats.mean[3], stats.var[3], x[:, 3])
+    np.testing.assert_array_equal(stats.var[:3], 0)
+
+
+def test_m_is_measured_where_the_first_half_is_all_padding(rng):
+    x, where = rng.normal(1, 1, (32, 3)).astype(np.float32), np.arange(32)[:, None] >= 10
+    step = lambda stats, batch: nj.batch_norm(  # noqa: E731
+        batch[0], None, stats, where=batch[1], train=True, running=nj.Ema.torch(0.1), **ROWS
+    )[1]
+    batches = list(zip(split(x, 16, 16), split(where, 16, 16), strict=True))
+    stats = recalibrate(step, nj.BatchStats.init(C=3), batches, entries=lambda batch: batch[1].sum())
+    close(stats.mean, stats.var, x[10:])
+
+
+def test_m_is_measured_beside_arrays_that_all_examples_share(rng):
+    x, ones = rng.normal(1, 1, (32, 3)).astype(np.float32), np.ones(3, np.float32)
+    step = lambda stats, batch: single(nj.Ema.torch(0.1))(stats, batch["x"] * batch["w"])  # noqa: E731
+    stats = recalibrate(step, nj.BatchStats.init(C=3), [{"w": ones, "x": part} for part in split(x, 16, 16)])
+    close(stats.mean, stats.var, x)
+
+
+def test_dropout_is_not_taken_for_an_unbiased_variance(rng):
+    class Dropping(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x):
+            x = jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, x.shape), x, 0)
+            return flax.linen.BatchNorm(use_running_average=False, use_scale=False, use_bias=False)(x)
+
+    x = rng.normal(size=(2, 64, 16, 16, 4)).astype(np.float32)
+    stats = Dropping().init(jax.random.key(0), x[0])["batch_stats"]
+    step = jax.jit(
+        lambda stats, x: Dropping().apply({"batch_stats": stats}, x, mutable=["batch_stats"])[1]["batch_stats"]
+    )
+    measured, told = (recalibrate(step, stats, list(x), unbiased=unbiased) for unbiased in (None, False))
+    jax.tree.map(np.testing.assert_array_equal, measured, told)
+
+
 @pytest.mark.parametrize("mean", [0.0, 1e2, 1e3])
 def test_rounding_is_not_taken_for_an_unbiased_variance(mean):
     # Flax's E[x²] − E[x]², whose error on half the examples is not that on the same twice over.
