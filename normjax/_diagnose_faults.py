@@ -15,6 +15,12 @@ WARM_UP = 0.05  # share of the start values: what Ema(0.1) still holds after 28 
 TINY = 8  # entries: the mean's own noise is then 1/√8 = 0.35 standard deviations
 UNSURE = 1 + 1 / np.sqrt(2 * (RESAMPLES - 1))  # that noise is itself known to 13 %
 FEW_EXAMPLES = 4  # below, resampling makes too few different batches for a standard error
+CLEAR = 3  # times the noise: of less no share is fitted
+SURE = 6  # standard errors: chance in no more than one of a million fits
+MISFIT = 1e-4  # true shares that chance makes look wrong
+REST = 0.03  # of the squared distance: inputs of another scale leave five times as much of the variances'
+NOISY = 1.5  # the running average has noise too, that of a third of a batch where three are in it
+TOGETHER = 6  # times the largest mean square of the resampled batches
 ALIKE = 0.5  # of a share of start values: weights that moved in the meantime blur it
 VARIED = 0.01  # of the layer's median variance: what Ema(0.1) holds of a start of 1 after 44 updates
 HUGE = 1e30  # a variance beyond any eps
@@ -232,22 +238,46 @@ def _of_the_average(each: Measured, beyond: float, warming: Warming | None) -> l
         return [finding("warm-up too short", each.name, evidence, severity=_severity(_offsets(each)))]
     if each.shift is None:
         return []
-    moments = _offsets(each), np.stack([each.shift, each.stretch])
-    grave = (moments[1] > beyond) & (moments[0] > DRIFT)  # a distance that is certain, and that matters
-    if not np.any(grave):
+    offsets, errors = _offsets(each), np.stack([each.shift, each.stretch])
+    grave = (errors > beyond) & (offsets > DRIFT)  # a distance that is certain, and that matters
+    together = _together(each, errors) & (np.median(offsets.reshape(2, -1), 1) > DRIFT)
+    share, explained = _left(each)
+    if explained and (np.any(grave) or np.isnan(each.start)) and (due := _due(each, share)) > DRIFT:
+        evidence = f"about {share:.2g} of the start values left, which explains a distance of {due:.1f} std"
+        return [finding("warm-up too short", each.name, evidence, severity="error" if due >= WRONG else None)]
+    if not np.any(grave) and not np.any(together):
         return []
-    offset = np.max(moments[0], 0)
-    worst, distance = (float(np.max(moment, where=grave, initial=0)) for moment in moments)
-    share = _start_left(each)[0] if np.isnan(each.start) else each.start
-    if _explains(each, share, beyond):
-        evidence = f"about {share:.2g} of the start values left, which explains a distance of {worst:.1f} std"
-        return [finding("warm-up too short", each.name, evidence, severity=_severity(offset))]
-    if np.isnan(each.start) and warming is not None and abs(share - warming.share) < ALIKE * warming.share:
-        evidence = f"about {share:.2g} of the start values left, as in {warming.layer}: a distance of {worst:.1f} std"
-        return [finding("warm-up too short", each.name, evidence, severity=_severity(offset))]
-    off = int(np.sum(np.any(grave, 0)))
-    evidence = f"{off} of {offset.size} channels off, by up to {distance:.0f} standard errors, {worst:.1f} std"
-    return [finding("drift", each.name, evidence, severity="error" if worst >= WRONG else None)]
+    worst = float(np.max(offsets, where=grave | together[:, None], initial=0))
+    severity = "error" if worst >= WRONG else None
+    if np.isnan(each.start) and warming is not None and _alike(each, share, warming.share):
+        evidence = f"about as much of the start values left as in {warming.layer}: a distance of {worst:.1f} std"
+        return [finding("warm-up too short", each.name, evidence, severity=severity)]
+    off, distance = int(np.sum(np.any(grave, 0))), float(np.max(errors, where=grave, initial=0))
+    evidence = f"{off} of {offsets[0].size} channels off, by up to {distance:.0f} standard errors, {worst:.1f} std"
+    if not off:
+        evidence = f"no channel off for certain, but all together, by up to {worst:.1f} std"
+    return [finding("drift", each.name, evidence, severity=severity)]
+
+
+def _alike(each: Measured, share: float, other: float) -> bool:
+    """Whether a layer has as much of its start values left as another one, as far as it shows."""
+    return abs(share - other) < ALIKE * other or _fits(each, other)
+
+
+def _together(each: Measured, errors: np.ndarray) -> np.ndarray:
+    """Whether all channels' means, and their variances, are further away than chance takes them together.
+
+    Resampled batches know how far that is, however the channels are correlated.
+    """
+    means, variances = each.resampled
+    with np.errstate(all="ignore"):
+        drawn = np.abs(means - each.mean) / each.mean_error, np.log(variances / each.var) / each.var_error
+    found = []
+    for distance, chance in zip(errors, drawn, strict=True):
+        known = np.isfinite(distance)
+        squares = [np.sum(np.nan_to_num(one[known], posinf=0, neginf=0) ** 2) for one in chance]
+        found.append(np.sum(distance[known] ** 2) > TOGETHER * max(*squares, np.sum(known)))
+    return np.array(found)
 
 
 def _of_zeros(each: Measured) -> list[Finding]:
@@ -295,45 +325,77 @@ def _start_left(each: Measured) -> tuple[float, float]:
     """The share s of mean 0 and variance 1 that is left in the running statistics, and its standard error.
 
     By least squares of r − b = s (start − b) over all channels' means and variances, in their standard errors. Both
-    sides hold the noise of b, whose share of the sums is their expected value, one for each number.
+    sides hold the noise of b, whose share of the sums is their expected value, one for each number (and one more for
+    each resampled batch, by which the error is known however the channels are correlated).
     """
-    with np.errstate(all="ignore"):
-        errors = np.stack([each.mean_error, each.var * each.var_error])
-        towards = np.stack([-np.real(each.mean), 1 - each.var]) / errors
-        away = np.stack([np.real(each.running["mean"] - each.mean), each.running["var"] - each.var]) / errors
+
+    def fitted(mean, var, noises: int) -> float:
+        towards = np.stack([-np.real(mean), 1 - var]) / errors
+        away = np.stack([np.real(each.running["mean"] - mean), each.running["var"] - var]) / errors
         fine = np.isfinite(towards) & np.isfinite(away)
-    noise, square = int(np.sum(fine)), float(np.sum(towards[fine] ** 2))
-    told = square - noise
-    if told <= noise:
-        return 0.0, np.inf
-    return (float(np.sum(towards[fine] * away[fine])) - noise) / told, np.sqrt(square + noise) / told
+        noise = noises * int(np.sum(fine))
+        told = float(np.sum(towards[fine] ** 2)) - noise
+        return (float(np.sum(towards[fine] * away[fine])) - noise) / told if told > CLEAR * noise else np.nan
+
+    with np.errstate(all="ignore"):
+        # A variance that is small by chance seems certain: the running one says what is usual.
+        errors = np.stack([each.mean_error, np.fmax(each.var, each.running["var"]) * each.var_error])
+        share = fitted(each.mean, each.var, 1)
+        drawn = [fitted(mean, var, 2) for mean, var in zip(*each.resampled, strict=True)]
+    error = float(np.std(drawn, ddof=1)) * (1 + abs(share)) if np.isfinite(share) else np.inf
+    return (share, error) if np.isfinite(error) else (0.0, np.inf)
 
 
-def _explains(each: Measured, share: float, beyond: float) -> bool:
-    """Whether a share of the start values leaves no more than the noise of 1 − share of batches to explain."""
+def _left(each: Measured) -> tuple[float, bool]:
+    """The share of the start values that is left, and whether that is certain and explains all but noise."""
+    if not np.isnan(each.start):
+        return each.start, _fits(each, each.start)
+    share, error = _start_left(each)
+    return share, share > max(WARM_UP, SURE * error) and _fits(each, share)
+
+
+def _fits(each: Measured, share: float) -> bool:
+    """Whether a share of the start values leaves no more to explain than the noise of 1 − share of batches.
+
+    Or hardly a part of the whole distance: weights that moved a little leave that too.
+    """
+    from scipy.special import chdtri
+
     if not 0 < share < 1:
         return False
     batches = (1 - share) * each.var
     with np.errstate(all="ignore"):
-        shift = np.abs(each.running["mean"] - (1 - share) * each.mean) / ((1 - share) * each.mean_error)
-        apart = np.abs(np.log(each.running["var"] / (share + batches)))
-        stretch = apart * (share + batches) / (batches * each.var_error)
-        return not np.any(np.fmax(shift, stretch) > beyond)
+        noise = np.stack([(1 - share) * each.mean_error, batches * each.var_error / (share + batches)])
+        left = np.stack(
+            [each.running["mean"] - (1 - share) * each.mean, np.log(each.running["var"] / (share + batches))]
+        )
+        whole = np.stack([each.running["mean"] - each.mean, np.log(each.running["var"] / each.var)])
+        left, whole = np.abs(left / noise) ** 2, np.abs(whole / noise) ** 2
+    known = np.isfinite(left) & np.isfinite(whole)
+    for one, before, fine in zip(left, whole, known, strict=True):
+        rest = float(np.sum(one[fine]))
+        if rest >= NOISY * chdtri(max(fine.sum(), 1), MISFIT) and rest >= REST * float(np.sum(before[fine])):
+            return False
+    return True
 
 
-def find_warming(layers: list[Measured], beyond: float) -> Warming | None:
+def _due(each: Measured, share: float) -> float:
+    """How far evaluation is off by such a share of the start values, in standard deviations, in the worst channel."""
+    with np.errstate(all="ignore"):
+        var = share + (1 - share) * each.var
+        due = np.stack([share * np.abs(each.mean) / np.sqrt(var), np.abs(np.log(var / each.var)) / 2])
+    return float(np.max(due, where=np.isfinite(due) & (each.var > 0), initial=0))
+
+
+def find_warming(layers: list[Measured]) -> Warming | None:
     """The layer with most of its start values left.
 
     Behind it training has moved the weights besides: there no share explains everything.
     """
-    unknown = [each for each in layers if each.shift is not None and np.isnan(each.start)]
-    shares = {each.name: _start_left(each)[0] for each in unknown}
-    explained = [
-        Warming(each.name, shares[each.name])
-        for each in unknown
-        if shares[each.name] > WARM_UP and _explains(each, shares[each.name], beyond)
-    ]
-    return max(explained, key=lambda one: one.share, default=None)
+    left = [(each.name, *_left(each)) for each in layers if each.shift is not None and np.isnan(each.start)]
+    return max(
+        (Warming(name, share) for name, share, explained in left if explained), key=lambda one: one.share, default=None
+    )
 
 
 def of_eps(forward: Forward, each: Measured) -> list[Finding] | str:

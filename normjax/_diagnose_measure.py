@@ -114,6 +114,7 @@ class Measured:
       mean_error: standard error of mean, from resampled examples; None for a batch of one.
       var_error: the same for log var; NaN where a resampled one is 0.
       still: whether no resampling moves the mean, but for rounding.
+      resampled: means and variances of all resampled batches.
       rounding: of mean and var, as a share of their size.
       shift: |batch − running mean| in units of its standard error; NaN where either cannot be used.
       stretch: the same for log var.
@@ -133,6 +134,7 @@ class Measured:
     mean_error: Any = None
     var_error: Any = None
     still: Any = None
+    resampled: Any = None
     rounding: float = 0.0
     shift: Any = None
     stretch: Any = None
@@ -247,8 +249,9 @@ def _find_errors(forward: Forward, found: list[Measured]) -> None:
     for i in moving:
         each = found[i]
         means = np.stack([new[i]["mean"] for new in drawn]) / each.fresh
+        each.resampled = means, np.real(np.stack([new[i]["var"] for new in drawn])) / each.fresh
         with np.errstate(divide="ignore", invalid="ignore"):
-            logs = np.log(np.real(np.stack([new[i]["var"] for new in drawn])) / each.fresh)
+            logs = np.log(each.resampled[1])
             logs = np.where(np.isfinite(logs), logs, np.nan)
         each.mean_error = bessel * np.std(means, 0, ddof=1)
         seen = np.sum(np.isfinite(logs), 0) == RESAMPLES

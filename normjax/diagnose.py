@@ -101,7 +101,7 @@ def diagnose(
         skipped.append(f"{', '.join(each.name for each in idle)}: forward does not call it")
         found = [each for each in found if each not in idle]
     beyond = faults.limit(found, called.size) if called.size > 1 else np.inf
-    warming = faults.find_warming(found, beyond)
+    warming = faults.find_warming(found)
     for each in found:
         dtypes = [jnp.asarray(called.given[each.layer.fields[field]]).dtype for field in ("mean", "var")]
         findings += faults.of_layer(each, dtypes, beyond, called.size, warming)

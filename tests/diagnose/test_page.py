@@ -32,7 +32,7 @@ def page():
 
 
 def test_the_table_is_the_one_that_is_printed(page):
-    names, printed = page("are dropped")
+    names, printed = page("drops the new statistics")
     (shown,) = re.findall(r"^```text\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL)
     assert printed == [shown.rstrip("\n")]
     with pytest.raises(AssertionError, match="never updated"):

@@ -276,3 +276,57 @@ def test_strict_settings_of_jax_do_not_keep_it_from_looking(rng):
         assert ("half precision", "stats") in named(diagnose(forward, stats, x))
     with jax.debug_nans(True):
         assert ("not finite", "stats") in named(diagnose(forward, FRESH, broken))
+
+
+@pytest.mark.parametrize(("size", "updates"), [(16, 20), (16, 50), (64, 100)])
+def test_a_short_warm_up_is_seen_in_all_channels_together(size, updates, rng):
+    # Flax's default momentum; no channel of so small a batch is off for certain.
+    norm = linen.BatchNorm(use_scale=False, use_bias=False)
+    mean = 3 * rng.normal(size=32)
+    draw = lambda: jnp.asarray(3 * rng.normal(size=(size, 32)) + mean, jnp.float32)  # noqa: E731
+
+    def call(stats, x, train):
+        return norm.apply(stats, x, use_running_average=not train, mutable=["batch_stats"])
+
+    stats = after(updates, draw, call, norm.init(jax.random.key(0), draw(), use_running_average=True))
+    (found,) = diagnose(call, stats, draw()).findings
+    assert (found.fault, found.severity) == ("warm-up too short", "error")
+    share = float(found.evidence.split()[1])
+    assert abs(share - 0.99**updates) < 0.1
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("scale", [0.25, 4.0])
+def test_inputs_of_another_scale_are_drift_in_small_batches_too(scale, size, rng):
+    mean = 3 * rng.normal(size=32)
+    pair = {"mean": jnp.asarray(mean, jnp.float32), "var": jnp.full(32, 9.0)}
+
+    def call(stats, x, train):
+        state = nj.BatchStats(stats["mean"], stats["var"], jnp.int32(0), jnp.zeros(32), "C")
+        y, state = forward(state, x, train)
+        return y, {"mean": state.mean, "var": state.var}
+
+    x = jnp.asarray(scale * (3 * rng.normal(size=(size, 32)) + mean), jnp.float32)
+    (found,) = diagnose(call, pair, x).findings
+    assert (found.fault, found.severity) == ("drift", "error")
+
+
+def test_a_redundant_bias_of_a_convolution_in_bfloat16_is_found(rng):
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x, train):
+            for name in ("without", "with_bias"):
+                x = linen.Conv(8, (3, 3), use_bias=name == "with_bias", dtype=jnp.bfloat16, name=name)(x)
+                x = linen.BatchNorm(use_running_average=not train, momentum=0.9, dtype=jnp.bfloat16)(x)
+                x = linen.relu(x)
+            return linen.Dense(4, dtype=jnp.bfloat16)(x.mean((1, 2))).astype(jnp.float32)
+
+    draw = lambda: normal(rng, 64, 8, 8, 3)  # noqa: E731
+    variables = Net().init(jax.random.key(0), draw(), False)
+    params, stats = variables["params"], {"batch_stats": variables["batch_stats"]}
+
+    def call(stats, x, train):
+        return Net().apply({"params": params, **stats}, x, train, mutable=["batch_stats"])
+
+    report = diagnose(call, after(60, draw, call, stats), draw(), params=params)
+    assert named(report) == [("redundant bias", "with_bias/bias")]
