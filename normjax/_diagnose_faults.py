@@ -7,21 +7,15 @@ import numpy as np
 from normjax._diagnose_layers import is_start, replaced
 from normjax._diagnose_measure import RESAMPLES, Forward, Measured, differ
 from normjax._diagnose_report import Finding
+from normjax._diagnose_warmup import WARM_UP, Warming, confirms_count, is_alike, offset_due, share_left
 
 FALSE_ALARMS = 1e-5  # healthy reports in which chance alone names a channel, over all channels and both moments
 DRIFT = 0.25  # standard deviations: less moves outputs by no more than what batches of 16 do to each other
 WRONG = 1.0  # standard deviations: evaluation's outputs are then off by as much as they vary
-WARM_UP = 0.05  # share of the start values: what Ema(0.1) still holds after 28 updates
 TINY = 8  # entries: the mean's own noise is then 1/√8 = 0.35 standard deviations
 UNSURE = 1 + 1 / np.sqrt(2 * (RESAMPLES - 1))  # that noise is itself known to 13 %
 FEW_EXAMPLES = 4  # below, resampling makes too few different batches for a standard error
-CLEAR = 3  # times the noise: of less no share is fitted
-SURE = 6  # standard errors: chance in no more than one of a million fits
-MISFIT = 1e-4  # true shares that chance makes look wrong
-REST = 0.03  # of the squared distance: inputs of another scale leave five times as much of the variances'
-NOISY = 1.5  # the running average has noise too, that of a third of a batch where three are in it
 TOGETHER = 6  # times the largest mean square of the resampled batches
-ALIKE = 0.5  # of a share of start values: weights that moved in the meantime blur it
 VARIED = 0.01  # of the layer's median variance: what Ema(0.1) holds of a start of 1 after 44 updates
 HUGE = 1e30  # a variance beyond any eps
 CONSTANT = 16  # float32 roundings of mean²: what E[x²] − E[x]² leaves of a variance of 0
@@ -149,13 +143,6 @@ def limit(layers: list[Measured], size: int) -> float:
     return float(-stdtrit(freedom, FALSE_ALARMS / 2 / max(tests, 1)))
 
 
-class Warming(NamedTuple):
-    """A layer whose distance from the batch is that of start values which are left, and their share."""
-
-    layer: str
-    share: float
-
-
 def of_layer(each: Measured, dtypes: list[Any], beyond: float, size: int, warming: Warming | None) -> list[Finding]:
     """What the numbers of one layer show; a fault that explains another one stands in its place."""
     found = _of_what_is_stored(each, dtypes)
@@ -232,7 +219,7 @@ def _of_the_average(each: Measured, beyond: float, warming: Warming | None) -> l
         return [finding("never updated", each.name, count)]
     if zeros := _of_zeros(each):
         return zeros
-    if each.start > WARM_UP and _agrees(each):
+    if each.start > WARM_UP and confirms_count(each):
         updates = int(np.max(each.running["count"]))
         evidence = f"{each.start:.0%} of the start values left after {updates} updates of weight {each.share:.3g}"
         return [finding("warm-up too short", each.name, evidence, severity=_severity(_offsets(each)))]
@@ -241,15 +228,15 @@ def _of_the_average(each: Measured, beyond: float, warming: Warming | None) -> l
     offsets, errors = _offsets(each), np.stack([each.shift, each.stretch])
     grave = (errors > beyond) & (offsets > DRIFT)  # a distance that is certain, and that matters
     together = _together(each, errors) & (np.median(offsets.reshape(2, -1), 1) > DRIFT)
-    share, explained = _left(each)
-    if explained and (np.any(grave) or np.isnan(each.start)) and (due := _due(each, share)) > DRIFT:
+    share, explained = share_left(each)
+    if explained and (np.any(grave) or np.isnan(each.start)) and (due := offset_due(each, share)) > DRIFT:
         evidence = f"about {share:.2g} of the start values left, which explains a distance of {due:.1f} std"
         return [finding("warm-up too short", each.name, evidence, severity="error" if due >= WRONG else None)]
     if not np.any(grave) and not np.any(together):
         return []
     worst = float(np.max(offsets, where=grave | together[:, None], initial=0))
     severity = "error" if worst >= WRONG else None
-    if np.isnan(each.start) and warming is not None and _alike(each, share, warming.share):
+    if np.isnan(each.start) and warming is not None and is_alike(each, share, warming.share):
         evidence = f"about as much of the start values left as in {warming.layer}: a distance of {worst:.1f} std"
         return [finding("warm-up too short", each.name, evidence, severity=severity)]
     off, distance = int(np.sum(np.any(grave, 0))), float(np.max(errors, where=grave, initial=0))
@@ -257,11 +244,6 @@ def _of_the_average(each: Measured, beyond: float, warming: Warming | None) -> l
     if not off:
         evidence = f"no channel off for certain, but all together, by up to {worst:.1f} std"
     return [finding("drift", each.name, evidence, severity=severity)]
-
-
-def _alike(each: Measured, share: float, other: float) -> bool:
-    """Whether a layer has as much of its start values left as another one, as far as it shows."""
-    return abs(share - other) < ALIKE * other or _fits(each, other)
 
 
 def _together(each: Measured, errors: np.ndarray) -> np.ndarray:
@@ -307,95 +289,6 @@ def _offsets(each: Measured) -> np.ndarray:
 
 def _severity(offset: np.ndarray) -> str | None:
     return "error" if np.max(offset, initial=0) >= WRONG else None
-
-
-def _agrees(each: Measured) -> bool:
-    """Whether the start values that should be left by the count are in the running statistics.
-
-    The count may be that of another average, or of batches over which the statistics were estimated anew. Where the
-    batch is so like the start that it cannot tell, a count of less than a half-time is believed.
-    """
-    if each.shift is None:
-        return True
-    share, error = _start_left(each)
-    return share > each.start / 2 if error < each.start / 3 else each.start > 0.5
-
-
-def _start_left(each: Measured) -> tuple[float, float]:
-    """The share s of mean 0 and variance 1 that is left in the running statistics, and its standard error.
-
-    By least squares of r − b = s (start − b) over all channels' means and variances, in their standard errors. Both
-    sides hold the noise of b, whose share of the sums is their expected value, one for each number (and one more for
-    each resampled batch, by which the error is known however the channels are correlated).
-    """
-
-    def fitted(mean, var, noises: int) -> float:
-        towards = np.stack([-np.real(mean), 1 - var]) / errors
-        away = np.stack([np.real(each.running["mean"] - mean), each.running["var"] - var]) / errors
-        fine = np.isfinite(towards) & np.isfinite(away)
-        noise = noises * int(np.sum(fine))
-        told = float(np.sum(towards[fine] ** 2)) - noise
-        return (float(np.sum(towards[fine] * away[fine])) - noise) / told if told > CLEAR * noise else np.nan
-
-    with np.errstate(all="ignore"):
-        # A variance that is small by chance seems certain: the running one says what is usual.
-        errors = np.stack([each.mean_error, np.fmax(each.var, each.running["var"]) * each.var_error])
-        share = fitted(each.mean, each.var, 1)
-        drawn = [fitted(mean, var, 2) for mean, var in zip(*each.resampled, strict=True)]
-    error = float(np.std(drawn, ddof=1)) * (1 + abs(share)) if np.isfinite(share) else np.inf
-    return (share, error) if np.isfinite(error) else (0.0, np.inf)
-
-
-def _left(each: Measured) -> tuple[float, bool]:
-    """The share of the start values that is left, and whether that is certain and explains all but noise."""
-    if not np.isnan(each.start):
-        return each.start, _fits(each, each.start)
-    share, error = _start_left(each)
-    return share, share > max(WARM_UP, SURE * error) and _fits(each, share)
-
-
-def _fits(each: Measured, share: float) -> bool:
-    """Whether a share of the start values leaves no more to explain than the noise of 1 − share of batches.
-
-    Or hardly a part of the whole distance: weights that moved a little leave that too.
-    """
-    from scipy.special import chdtri
-
-    if not 0 < share < 1:
-        return False
-    batches = (1 - share) * each.var
-    with np.errstate(all="ignore"):
-        noise = np.stack([(1 - share) * each.mean_error, batches * each.var_error / (share + batches)])
-        left = np.stack(
-            [each.running["mean"] - (1 - share) * each.mean, np.log(each.running["var"] / (share + batches))]
-        )
-        whole = np.stack([each.running["mean"] - each.mean, np.log(each.running["var"] / each.var)])
-        left, whole = np.abs(left / noise) ** 2, np.abs(whole / noise) ** 2
-    known = np.isfinite(left) & np.isfinite(whole)
-    for one, before, fine in zip(left, whole, known, strict=True):
-        rest = float(np.sum(one[fine]))
-        if rest >= NOISY * chdtri(max(fine.sum(), 1), MISFIT) and rest >= REST * float(np.sum(before[fine])):
-            return False
-    return True
-
-
-def _due(each: Measured, share: float) -> float:
-    """How far evaluation is off by such a share of the start values, in standard deviations, in the worst channel."""
-    with np.errstate(all="ignore"):
-        var = share + (1 - share) * each.var
-        due = np.stack([share * np.abs(each.mean) / np.sqrt(var), np.abs(np.log(var / each.var)) / 2])
-    return float(np.max(due, where=np.isfinite(due) & (each.var > 0), initial=0))
-
-
-def find_warming(layers: list[Measured]) -> Warming | None:
-    """The layer with most of its start values left.
-
-    Behind it training has moved the weights besides: there no share explains everything.
-    """
-    left = [(each.name, *_left(each)) for each in layers if each.shift is not None and np.isnan(each.start)]
-    return max(
-        (Warming(name, share) for name, share, explained in left if explained), key=lambda one: one.share, default=None
-    )
 
 
 def of_eps(forward: Forward, each: Measured) -> list[Finding] | str:

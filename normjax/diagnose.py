@@ -16,6 +16,7 @@ from normjax._diagnose_layers import replaced, values
 from normjax._diagnose_measure import COUPLED, EMPTY, Forward, Measured, couple, measure
 from normjax._diagnose_params import decayed, redundant_biases, zero_scales
 from normjax._diagnose_report import SEVERITIES, Finding, Report
+from normjax._diagnose_warmup import find_warming
 from normjax._inputs import kind_of
 from normjax._running import Cumulative, Ema
 from normjax._stats_tree import find_norms
@@ -101,7 +102,7 @@ def diagnose(
         skipped.append(f"{', '.join(each.name for each in idle)}: forward does not call it")
         found = [each for each in found if each not in idle]
     beyond = faults.limit(found, called.size) if called.size > 1 else np.inf
-    warming = faults.find_warming(found)
+    warming = find_warming(found)
     for each in found:
         dtypes = [jnp.asarray(called.given[each.layer.fields[field]]).dtype for field in ("mean", "var")]
         findings += faults.of_layer(each, dtypes, beyond, called.size, warming)
