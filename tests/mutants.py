@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "a distance of one moment taken with the certainty of the other",
         "normjax/_diagnose_faults.py",
-        "grave = (moments[1] > beyond) & (moments[0] > DRIFT)",
-        "grave = np.any(moments[1] > beyond, 0) & (moments[0] > DRIFT)",
+        "grave = (errors > beyond) & (offsets > DRIFT)",
+        "grave = np.any(errors > beyond, 0) & (offsets > DRIFT)",
         ("tests/diagnose/test_told_apart.py", "-k", "same_moment"),
     ),
     Mutant(
