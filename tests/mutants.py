@@ -163,7 +163,7 @@ MUTANTS = (
         "normjax/_diagnose_faults.py",
         "    return float(-stdtrit(",
         "    return 10 * float(-stdtrit(",
-        ("tests/diagnose/test_faults.py", "-k", "planted and drift"),
+        ("tests/diagnose/test_page.py", "-k", "other_data"),
     ),
     Mutant(
         "a distance of one moment taken with the certainty of the other",
