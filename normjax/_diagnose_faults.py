@@ -231,11 +231,11 @@ def _of_the_average(each: Measured, beyond: float, warming: Warming | None) -> l
     share, explained = share_left(each)
     if explained and (np.any(grave) or np.isnan(each.start)) and (due := offset_due(each, share)) > DRIFT:
         evidence = f"about {share:.2g} of the start values left, which explains a distance of {due:.1f} std"
-        return [finding("warm-up too short", each.name, evidence, severity="error" if due >= WRONG else None)]
+        return [finding("warm-up too short", each.name, evidence, severity=_severity(due))]
     if not np.any(grave) and not np.any(together):
         return []
     worst = float(np.max(offsets, where=grave | together[:, None], initial=0))
-    severity = "error" if worst >= WRONG else None
+    severity = _severity(worst)
     if np.isnan(each.start) and warming is not None and is_alike(each, share, warming.share):
         evidence = f"about as much of the start values left as in {warming.layer}: a distance of {worst:.1f} std"
         return [finding("warm-up too short", each.name, evidence, severity=severity)]
@@ -287,7 +287,7 @@ def _offsets(each: Measured) -> np.ndarray:
     return np.where(np.isfinite(offsets) & (each.var > 0), offsets, 0)
 
 
-def _severity(offset: np.ndarray) -> str | None:
+def _severity(offset: np.ndarray | float) -> str | None:
     return "error" if np.max(offset, initial=0) >= WRONG else None
 
 
